@@ -1,0 +1,1 @@
+"""What `holdfast bench` races against; each module is a program of its own."""

@@ -1,0 +1,5 @@
+"""``python -m holdfast.cli``."""
+
+from holdfast.cli.main import main
+
+main()

@@ -1,0 +1,34 @@
+"""The ``holdfast`` command: one small module per subcommand."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from holdfast.cli import bench, demo, run
+from holdfast.errors import HoldfastError
+
+app = typer.Typer(
+    help="Keeps PyTorch training going while the machines under it come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+app.command("demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Errors end in one sentence and an exit code: 2 usage, 3 too few workers, 1 anything else."""
+    try:
+        app()
+    except HoldfastError as e:
+        print(f"holdfast: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""``holdfast run``: start a script on workers that may fail. Flag names are torchrun's where it has them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cluster import faults
+from holdfast.cluster.agent import Agent, AgentSettings
+from holdfast.cluster.wire import new_token
+from holdfast.errors import UsageError
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments.")],
+    workers: Annotated[
+        int, typer.Option("-n", "--nproc-per-node", min=1, help="Workers on this machine.")
+    ] = 1,
+    spares: Annotated[int, typer.Option(min=0, help="Warm workers that wait to replace a lost one.")] = 0,
+    nnodes: Annotated[str, typer.Option(help="Machines, as N or MIN:MAX.")] = "1",
+    rdzv_endpoint: Annotated[
+        str, typer.Option(help="host:port of the coordinator, on the first machine. Default: this machine alone.")
+    ] = "",
+    rdzv_id: Annotated[str, typer.Option(help="The name of the run.")] = "holdfast",
+    max_restarts: Annotated[int, typer.Option(min=0, help="Workers this agent replaces in all.")] = 100,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost.")
+    ] = 5.0,
+    patience: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for missing machines.")] = 30.0,
+    log_dir: Annotated[Path, typer.Option(help="For the workers' output and events.jsonl.")] = Path("holdfast-logs"),
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with the job's token; else HOLDFAST_TOKEN; else a new one.")
+    ] = None,
+) -> None:
+    """Start a training script on workers that may fail.
+
+    A lost worker takes nobody along: the survivors go on, a replacement joins by itself. SIGTERM is a
+    preemption notice: this machine's workers leave at the next step boundary.
+    """
+    minimum, maximum = parse_nnodes(nnodes)
+    faults.parse(os.environ.get("HOLDFAST_FAULTS", ""))  # a misspelt fault must not pass for a survived one
+    if not module and not Path(command[0]).is_file():
+        raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
+    settings = AgentSettings(
+        command=command,
+        module=module,
+        workers=workers,
+        spares=spares,
+        minimum_hosts=minimum,
+        maximum_hosts=maximum,
+        endpoint=rdzv_endpoint,
+        job=rdzv_id,
+        token=read_token(token_file, alone=not rdzv_endpoint),
+        max_restarts=max_restarts,
+        heartbeat_timeout=heartbeat_timeout,
+        patience=patience,
+        log_dir=log_dir,
+    )
+    raise typer.Exit(asyncio.run(start(settings)))
+
+
+async def start(settings: AgentSettings) -> int:
+    return await Agent(settings).run()
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """MIN and MAX.
+
+    >>> parse_nnodes("1:8"), parse_nnodes("2")
+    ((1, 8), (2, 2))
+    """
+    low, _, high = text.partition(":")
+    if not low.isdigit() or (high and not high.isdigit()) or not 1 <= int(low) <= int(high or low):
+        raise UsageError(f"--nnodes {text} is not N or MIN:MAX", hint="as in 1:8")
+    return int(low), int(high or low)
+
+
+def read_token(path: Path | None, *, alone: bool) -> str:
+    """The job's token. Only a run on this machine alone may make up its own."""
+    if path is not None:
+        try:
+            token = path.read_text().strip()
+        except OSError as e:
+            raise UsageError(f"cannot read the token file: {e}") from e
+    else:
+        token = os.environ.get("HOLDFAST_TOKEN", "")
+    if not token and not alone:
+        raise UsageError(
+            "several machines need the job's token", hint="set HOLDFAST_TOKEN to the same secret on each, or --token-file"
+        )
+    return token or new_token()

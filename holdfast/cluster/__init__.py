@@ -1,0 +1,1 @@
+"""Who is alive: agents, the zygote that forks workers, the coordinator, generations."""

@@ -1,0 +1,115 @@
+"""Who makes up the next generation: pure functions, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from holdfast.cluster.membership import Standing, worker_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """The members of the next generation, those let go, and why. No members: the run cannot go on."""
+
+    members: tuple[str, ...]
+    dismissed: tuple[str, ...] = ()
+    reason: str
+
+
+def compose(
+    *, standings: Mapping[str, Standing], waiting: Collection[str], target: int
+) -> Composition:
+    """Choose the next generation from the survivors' standings and the workers that wait to join.
+
+    Joiners are taken in only when every survivor stands at the same boundary between two steps:
+    elsewhere a survivor may be inside user code that a joiner will never run.
+
+    >>> a = Standing(operation=4, boundary=True)
+    >>> compose(standings={"0.0": a}, waiting=["0.2", "0.3"], target=2).members
+    ('0.0', '0.2')
+    """
+    stay = {w: s for w, s in standings.items() if not s.leaving}
+    if not _has_newest(stay, standings):
+        stay = dict(standings)
+    dismissed = tuple(sorted(standings.keys() - stay.keys(), key=worker_order))
+    if standings and all(s.leaving for s in standings.values()):
+        return Composition(members=(), dismissed=tuple(standings), reason="everybody was asked to leave")
+    room = max(0, target - len(stay)) if _all_at_one_boundary(standings) else 0
+    joiners = sorted(waiting, key=worker_order)[:room]
+    members = tuple(sorted([*stay, *joiners], key=worker_order))
+    return Composition(members=members, dismissed=dismissed, reason=_reason(dismissed, joiners))
+
+
+def _has_newest(stay: Mapping[str, Standing], everybody: Mapping[str, Standing]) -> bool:
+    """Whether those who stay can get to the newest state without those who want to leave."""
+    newest = max((s.operation for s in everybody.values() if s.operation is not None), default=None)
+    if newest is None:
+        return True
+    return any(s.operation == newest or (s.operation == newest - 1 and s.voted) for s in stay.values())
+
+
+def _all_at_one_boundary(standings: Mapping[str, Standing]) -> bool:
+    return (
+        all(s.boundary for s in standings.values())
+        and len({s.operation for s in standings.values() if s.operation is not None}) <= 1
+    )
+
+
+def _reason(dismissed: Collection[str], joiners: Collection[str]) -> str:
+    parts = []
+    if joiners:
+        parts.append(f"{', '.join(joiners)} joined")
+    if dismissed:
+        parts.append(f"{', '.join(dismissed)} left as asked")
+    return "; ".join(parts) or "regrouped over the survivors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """Whether the first generation can begin, and what it waits for."""
+
+    ready: bool
+    reason: str
+
+
+def first_generation(
+    *, slots: Mapping[int, int], minimum_hosts: int, waiting: Mapping[int, int]
+) -> Readiness:
+    """The first generation begins once enough hosts are there and all their slots are filled.
+
+    >>> first_generation(slots={0: 2}, minimum_hosts=1, waiting={0: 1}).reason
+    'host 0 has 1 of 2 workers ready'
+    """
+    if len(slots) < minimum_hosts:
+        return Readiness(ready=False, reason=f"{len(slots)} of at least {minimum_hosts} hosts are here")
+    for host, wanted in slots.items():
+        if waiting.get(host, 0) < wanted:
+            reason = f"host {host} has {waiting.get(host, 0)} of {wanted} workers ready"
+            return Readiness(ready=False, reason=reason)
+    return Readiness(ready=True, reason=f"{len(slots)} hosts with {sum(slots.values())} workers are ready")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a worker's end means for the run: stop it (with this exit code and text), or go on."""
+
+    stop: bool
+    exit_code: int = 0
+    reason: str
+
+
+def judge_error(*, error: str, earlier: Collection[str], alive: int) -> Verdict:
+    """Whether an exception in the user's code ends the run.
+
+    The same error a second time would come for ever, wherever the work is moved; an error that leaves
+    nobody alive has hit everybody. A first, single one may be the machine's fault: go on without it.
+
+    >>> judge_error(error="KeyError: 'x'", earlier=["KeyError: 'x'"], alive=3).stop
+    True
+    """
+    if error in earlier:
+        return Verdict(stop=True, exit_code=1, reason="the same error again on another worker")
+    if alive == 0:
+        return Verdict(stop=True, exit_code=1, reason="the error ended every worker")
+    return Verdict(stop=False, reason="a single worker's error; the others go on")

@@ -1,0 +1,193 @@
+"""The process group of one generation: point-to-point exchange, one all-reduce, and a way out of both.
+
+A group is made, used and thrown away. Whoever gives up a generation shuts its sockets down, which
+frees itself and everybody blocked on it, within milliseconds and even if the peer is hung or its host
+has vanished. (Gloo's own ``abort`` frees nobody; with NCCL, ``abort`` does, which is untested here.)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.cluster import membership
+from holdfast.cluster.membership import Generation
+from holdfast.errors import Broken
+
+CONNECT = timedelta(seconds=60)  # after that an abandoned attempt to connect cleans itself up
+WAIT = timedelta(days=7)  # a slow peer is not a dead one: heartbeats tell them apart, not this
+
+Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
+
+
+class _Rendezvous(dist.Store):
+    """Shows a generation's store to c10d, which asks for no more than this."""
+
+    def __init__(self, store: membership.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.put(key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._store.take(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        for key in keys:
+            self._store.take(key)
+
+
+class Group:
+    """The workers of one generation, as this worker reaches them."""
+
+    def __init__(self, generation: Generation, rank: int, backend: Any = None) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.size = len(generation.members)
+        self._backend = backend
+        self._sockets: dict[int, str] = {}
+        self._broken: str | None = None
+
+    # --- communication ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises ``Broken`` if the generation is over. Cheap: call it between pieces of work."""
+        if self._broken is not None:
+            raise Broken(self._broken)
+
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
+        """Posts transfers and returns at once; tensors must be contiguous and stay as they are."""
+        self.check()
+        try:
+            works = [self._backend.recv([tensor], peer, tag) for peer, tensor, tag in receives]
+            return works + [self._backend.send([tensor], peer, tag) for peer, tensor, tag in sends]
+        except RuntimeError as e:
+            raise self._gave_up(e) from e
+
+    def finish(self, works: Sequence[Any]) -> None:
+        """Waits for posted transfers."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as e:
+            raise self._gave_up(e) from e
+        self.check()
+
+    def sum(self, values: torch.Tensor) -> None:
+        """All-reduce in place. Success means that every member has contributed."""
+        self.check()
+        if self.size > 1:
+            try:
+                self._backend.allreduce([values]).wait()
+            except RuntimeError as e:
+                raise self._gave_up(e) from e
+
+    def _gave_up(self, error: Exception) -> Broken:
+        self.abort(f"lost touch with a peer: {str(error).splitlines()[0][:200]}")
+        assert self._broken is not None
+        return Broken(self._broken)
+
+    # --- the way out -----------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Ends the group from any thread: whoever waits in it, here or at a peer, fails at once."""
+        if self._broken is None:
+            self._broken = reason
+        for number, inode in self._sockets.items():
+            _shut_down(number, inode)
+        if self._backend is not None and not self._sockets:
+            self._backend.abort()  # NCCL: untested here
+
+    def close(self) -> None:
+        """Frees the group without making anybody wait for the ten milliseconds that takes."""
+        self.abort("closed")
+        backend, self._backend, self._sockets = self._backend, None, {}
+        threading.Thread(target=lambda kept: None, args=(backend,), daemon=True).start()
+
+
+def form(generation: Generation, worker: str, store: membership.Store | None, device: torch.device) -> Group:
+    """Connects the members of a generation. Raises ``Broken`` if that is over before it is done.
+
+    The connecting itself cannot be interrupted (a peer that died leaves Gloo waiting for its call), so
+    it is left to a thread that can be abandoned.
+    """
+    rank = generation.rank_of(worker)
+    if len(generation.members) == 1:
+        return Group(generation, rank)
+    assert store is not None
+    done = threading.Event()
+    result: list[Group | Exception] = []
+
+    def connect() -> None:
+        try:
+            result.append(_connect(generation, rank, store, device))
+        except Exception as e:  # whatever the backend raises, the generation cannot form
+            result.append(e)
+        done.set()
+
+    threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
+    while not done.wait(0.02):
+        if store.closed:
+            raise Broken("the generation ended while it formed")
+    if isinstance(result[0], Group):
+        return result[0]
+    raise Broken(f"the generation could not form: {result[0]}")
+
+
+def _connect(generation: Generation, rank: int, store: membership.Store, device: torch.device) -> Group:
+    size = len(generation.members)
+    if device.type == "cuda":  # untested here
+        nccl = dist.ProcessGroupNCCL(_Rendezvous(store), rank, size, CONNECT)
+        return Group(generation, rank, nccl)
+    address = generation.members[rank].address
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    options._timeout = CONNECT
+    before = set(_open_sockets().values())
+    gloo = dist.ProcessGroupGloo(_Rendezvous(store), rank, size, options)
+    gloo.set_timeout(WAIT)
+    group = Group(generation, rank, gloo)
+    addresses = {member.address for member in generation.members}
+    opened = {n: i for n, i in _open_sockets().items() if i not in before and _is_pair(n, addresses)}
+    group._sockets = opened
+    return group
+
+
+def _open_sockets() -> dict[int, str]:
+    """This process's sockets: descriptor → inode, as the kernel shows them."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found[int(name)] = target
+    return found
+
+
+def _is_pair(number: int, addresses: set[str]) -> bool:
+    """Whether a socket is connected to a member. A listening one must be spared: Gloo ends the process."""
+    try:
+        with socket.socket(fileno=os.dup(number)) as candidate:
+            return str(candidate.getpeername()[0]) in addresses
+    except (OSError, IndexError):
+        return False
+
+
+def _shut_down(number: int, inode: str) -> None:
+    """Shuts a socket down unless its descriptor has become somebody else's in the meantime."""
+    try:
+        if os.readlink(f"/proc/self/fd/{number}") == inode:
+            with socket.socket(fileno=os.dup(number)) as mine:
+                mine.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass

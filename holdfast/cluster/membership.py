@@ -1,0 +1,144 @@
+"""The narrow contract between training and whoever knows which workers are alive.
+
+Training needs four things and no more: show a *standing*, get the next *generation*, hear that the
+current one is over, leave. The embedded coordinator provides them (``client.Client``); one process
+without an agent needs nobody (``Solo``); an installation with etcd can put its own in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+def worker_order(worker: str) -> tuple[int, ...]:
+    """Sorts worker names ``host.ordinal`` as numbers, so that 0.10 comes after 0.9.
+
+    >>> sorted(["0.10", "1.0", "0.9"], key=worker_order)
+    ['0.9', '0.10', '1.0']
+    """
+    return tuple(int(part) for part in worker.split("."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far a worker is: what it shows when a generation ends.
+
+    ``operation`` counts the operations it has committed (None: it holds no state yet), ``voted``
+    says that it voted for the next one and still holds that one's complete result. ``boundary``: it is
+    between two steps, where joiners may come in; ``broken``: the generation failed it. ``result`` is
+    the value of the last committed operation, for those that have to roll forward to it.
+    """
+
+    operation: int | None = None
+    voted: bool = False
+    boundary: bool = False
+    broken: bool = False
+    leaving: bool = False
+    result: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A worker in a generation, with the standing it came with."""
+
+    worker: str
+    address: str
+    standing: Standing = field(default_factory=Standing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """An agreed, numbered list of workers. Position in ``members`` is the rank."""
+
+    number: int
+    members: tuple[Member, ...]
+    reason: str = ""
+
+    def rank_of(self, worker: str) -> int:
+        return [member.worker for member in self.members].index(worker)
+
+    @property
+    def workers(self) -> list[str]:
+        return [member.worker for member in self.members]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Generation:
+        members = tuple(
+            Member(worker=m["worker"], address=m["address"], standing=Standing(**m["standing"]))
+            for m in data["members"]
+        )
+        return Generation(number=data["number"], members=members, reason=data["reason"])
+
+
+class Store(Protocol):
+    """Where the members of one generation leave their addresses for each other."""
+
+    closed: bool  # the generation is over: nothing will arrive any more
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def take(self, key: str) -> bytes: ...
+
+
+class Membership(Protocol):
+    """What training asks of the cluster."""
+
+    worker: str
+
+    def regroup(self, standing: Standing) -> Generation:
+        """Show a standing, wait for the next generation that includes this worker."""
+
+    def store(self, generation: Generation) -> Store:
+        """The store of that generation, empty at its begin."""
+
+    def on_break(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(generation number)`` from any thread once that generation is over."""
+
+    def wishes(self) -> tuple[bool, bool]:
+        """(somebody waits to join, this worker is asked to leave), for the next vote."""
+
+    def formed(self) -> None:
+        """The generation's group is connected: the store is no longer needed."""
+
+    def progressed(self, generation: Generation, operation: int) -> None:
+        """The first operation of a generation is committed: recovery is over."""
+
+    def finished(self) -> None:
+        """The last step is committed: nobody needs to be replaced any more."""
+
+
+class Solo:
+    """Membership of one process that runs without an agent.
+
+    >>> Solo().regroup(Standing(operation=3)).workers
+    ['0.0']
+    """
+
+    worker = "0.0"
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def regroup(self, standing: Standing) -> Generation:
+        self._number += 1
+        member = Member(worker=self.worker, address="127.0.0.1", standing=standing)
+        return Generation(number=self._number, members=(member,), reason="one process, no agent")
+
+    def store(self, generation: Generation) -> Store:
+        raise AssertionError("a generation of one needs no store")
+
+    def on_break(self, callback: Callable[[int], None]) -> None: ...
+
+    def wishes(self) -> tuple[bool, bool]:
+        return (False, False)
+
+    def formed(self) -> None: ...
+
+    def progressed(self, generation: Generation, operation: int) -> None: ...
+
+    def finished(self) -> None: ...

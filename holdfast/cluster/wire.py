@@ -1,0 +1,159 @@
+"""Messages between workers, agents and the coordinator: one JSON object a line, after a handshake.
+
+The token itself never crosses the wire. Each side proves that it knows it by an HMAC over both
+sides' nonces, compared in constant time, so a stranger can neither join nor pose as the coordinator.
+JSON, not pickle: whatever arrives can at worst be a wrong value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from typing import Any
+
+Message = dict[str, Any]
+
+SERVER_LIMIT = 64 * 2**10  # bytes of one line anybody, a stranger too, can make the coordinator hold
+CLIENT_LIMIT = 16 * 2**20  # a generation of thousands of workers, from a coordinator that has proved itself
+HANDSHAKE_SECONDS = 5.0
+
+
+class Refused(Exception):
+    """The other side does not know the token, or does not want us; the text says why."""
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Raises ``ValueError`` on anything that is not one JSON object."""
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("not a JSON object")
+    return message
+
+
+def new_token() -> str:
+    return secrets.token_hex(32)
+
+
+def proof(token: str, side: str, server_nonce: str, client_nonce: str) -> str:
+    """What ``side`` shows to prove that it knows the token; useless for any other connection."""
+    text = f"holdfast/1 {side} {server_nonce} {client_nonce}".encode()
+    return hmac.new(token.encode(), text, "sha256").hexdigest()
+
+
+def proves(token: str, message: Message, side: str, server_nonce: str, client_nonce: str) -> bool:
+    shown = message.get("proof")
+    expected = proof(token, side, server_nonce, client_nonce)
+    return isinstance(shown, str) and hmac.compare_digest(shown.encode(), expected.encode())
+
+
+async def accept(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str
+) -> Message:
+    """The server's side of the handshake: returns the client's hello, or raises ``Refused``."""
+    nonce = secrets.token_hex(16)
+    writer.write(encode({"holdfast": 1, "nonce": nonce}))
+    try:
+        line = await asyncio.wait_for(reader.readline(), HANDSHAKE_SECONDS)
+        answer = decode(line)
+        client_nonce = answer["nonce"]
+        hello = answer["hello"]
+    except (ValueError, KeyError, TypeError, OSError, TimeoutError, asyncio.IncompleteReadError) as e:
+        raise Refused("no handshake") from e
+    if not isinstance(client_nonce, str) or not isinstance(hello, dict):
+        raise Refused("no handshake")
+    if not proves(token, answer, "client", nonce, client_nonce):
+        writer.write(encode({"refused": "wrong token"}))
+        raise Refused("wrong token")
+    writer.write(encode({"proof": proof(token, "server", nonce, client_nonce)}))
+    return hello
+
+
+def greet(greeting: Message, token: str, hello: Message) -> tuple[Message, str]:
+    """The client's answer to the server's greeting, and its nonce."""
+    nonce = secrets.token_hex(16)
+    server_nonce = str(greeting.get("nonce"))
+    return {"nonce": nonce, "proof": proof(token, "client", server_nonce, nonce), "hello": hello}, nonce
+
+
+def check_server(greeting: Message, answer: Message, token: str, nonce: str) -> None:
+    if "refused" in answer:
+        raise Refused(str(answer["refused"]))
+    if not proves(token, answer, "server", str(greeting.get("nonce")), nonce):
+        raise Refused("the other side does not know the token")
+
+
+async def connect(
+    address: tuple[str, int], token: str, hello: Message
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """An authenticated connection for asyncio code."""
+    reader, writer = await asyncio.open_connection(*address, limit=CLIENT_LIMIT)
+    try:
+        greeting = decode(await asyncio.wait_for(reader.readline(), HANDSHAKE_SECONDS))
+        answer, nonce = greet(greeting, token, hello)
+        writer.write(encode(answer))
+        reply = decode(await asyncio.wait_for(reader.readline(), HANDSHAKE_SECONDS))
+        check_server(greeting, reply, token, nonce)
+    except (ValueError, TimeoutError) as e:
+        writer.close()
+        raise ConnectionError("no holdfast coordinator answers there") from e
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+class Line:
+    """An authenticated connection for a thread: blocking sends, and whole messages as they come."""
+
+    def __init__(self, address: tuple[str, int], token: str, hello: Message) -> None:
+        self.socket = socket.create_connection(address, HANDSHAKE_SECONDS)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = bytearray()
+        try:
+            greeting = self._one()
+            answer, nonce = greet(greeting, token, hello)
+            self.send(answer)
+            check_server(greeting, self._one(), token, nonce)
+        except ValueError as e:
+            self.close()
+            raise ConnectionError("no holdfast coordinator answers there") from e
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: Message) -> None:
+        self.socket.sendall(encode(message))
+
+    def _one(self) -> Message:
+        while b"\n" not in self._buffer:
+            self._fill()
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        return decode(line)
+
+    def _fill(self) -> None:
+        chunk = self.socket.recv(65536)
+        if not chunk:
+            raise ConnectionError("closed by the other side")
+        self._buffer += chunk
+
+    def receive(self) -> list[Message]:
+        """Everything whole that one read brings; call when the socket is readable."""
+        self._fill()
+        return self.waiting()
+
+    def waiting(self) -> list[Message]:
+        """What came along with the handshake's last line."""
+        *lines, rest = bytes(self._buffer).split(b"\n")
+        self._buffer = bytearray(rest)
+        return [decode(line) for line in lines]
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,0 +1,123 @@
+"""The zygote: a process that has imported torch and forks workers.
+
+A fresh interpreter needs more than a second to import torch; a fork of this one is ready in
+milliseconds. It stays single-threaded and runs no tensor operation, so that a fork is safe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from holdfast.errors import HoldfastError
+
+Order = dict[str, Any]
+
+
+def serve(agent: socket.socket) -> None:
+    """Forks a worker per order; reports each worker's end. Returns when the agent is gone."""
+    import torch  # noqa: F401  the whole point of a zygote
+
+    import holdfast.run  # noqa: F401
+
+    children: dict[int, int] = {}  # pidfd → pid
+    _report(agent, {"ready": os.getpid()})
+    while True:
+        readable, _, _ = select.select([agent, *children], [], [])
+        for watched in readable:
+            if isinstance(watched, int):
+                pid = children.pop(watched)
+                os.close(watched)
+                _, status = os.waitpid(pid, 0)
+                _report(agent, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+                continue
+            data, descriptors, _, _ = socket.recv_fds(agent, 2**16, 1)
+            if not data:
+                return
+            pid = _fork(json.loads(data), descriptors[0], agent, children)
+            os.close(descriptors[0])
+            children[os.pidfd_open(pid)] = pid
+
+
+def _report(agent: socket.socket, message: dict[str, Any]) -> None:
+    agent.send(json.dumps(message).encode())
+
+
+def _fork(order: Order, lifeline: int, agent: socket.socket, children: dict[int, int]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            agent.close()
+            for descriptor in children:
+                os.close(descriptor)
+            code = run_worker(order, lifeline)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # Not sys.exit: the zygote's stack below us must not be unwound in the child.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    _report(agent, {"started": order["worker"], "pid": pid})
+    return pid
+
+
+def run_worker(order: Order, lifeline: int) -> int:
+    """Turns the forked process into a worker, runs the user's script, returns its exit code."""
+    os.setsid()  # Ctrl-C on the terminal is for the agent alone
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))
+    os.chdir(order["folder"])
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.argv = list(order["arguments"])
+    try:
+        if order["module"]:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else int(e.code is not None)
+    except HoldfastError as e:
+        print(f"holdfast: {e}", file=sys.stderr)
+        _tell_agent(lifeline, {"text": f"holdfast: {e}", "code": e.exit_code, "final": True})
+        return e.exit_code
+    except BaseException:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr)
+        _tell_agent(lifeline, {"text": text[-16000:], "code": 1, "final": False})
+        return 1
+    from holdfast.run import farewell
+
+    farewell()
+    return 0
+
+
+def _tell_agent(lifeline: int, error: dict[str, Any]) -> None:
+    with socket.socket(fileno=os.dup(lifeline)) as line:
+        line.sendall(json.dumps(error).encode())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(socket.socket(fileno=int(sys.argv[1])))

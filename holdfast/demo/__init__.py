@@ -1,0 +1,1 @@
+"""The show: a byte-level GPT on Python's own source, with workers killed at random."""

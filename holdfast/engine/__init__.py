@@ -1,0 +1,1 @@
+"""One training step: layers, gradients along a fixed tree, clipping, the update."""

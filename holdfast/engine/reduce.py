@@ -1,0 +1,210 @@
+"""Sums a step's gradients over micro-batches and workers, while the backward pass still runs.
+
+Each worker adds up what it can on its own and sends those sums, slice by slice, to the slices' owners;
+an owner finishes its slice and sends it to everybody. That is the traffic of a ring all-reduce (and
+with Gloo quicker than one). ``exact`` adds along the fixed tree over micro-batches; ``fast`` adds in
+the order in which gradients come and then by rank.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import torch
+
+from holdfast.cluster import faults
+from holdfast.cluster.group import Group, Transfer
+from holdfast.engine.gradients import Bucket, Slab
+from holdfast.plan.tree import Adder, Node, roots
+
+TAGS = 64  # message tags of one bucket: one per root that a worker sends, the last for the sum
+SUM_TAG = TAGS - 1
+
+
+def slices(size: int, owners: int) -> list[slice]:
+    """Which part of a bucket each worker owns.
+
+    >>> slices(5, 2)
+    [slice(0, 2, None), slice(2, 5, None)]
+    """
+    return [slice(size * rank // owners, size * (rank + 1) // owners) for rank in range(owners)]
+
+
+class Reduction:
+    """One attempt at reducing the gradients of one step."""
+
+    def __init__(self, buckets: list[Bucket], group: Group, shares: list[range], *, exact: bool) -> None:
+        self.buckets = buckets
+        self.group = group
+        self.exact = exact
+        self.share = shares[group.rank]
+        leaves = sum(len(share) for share in shares)
+        self._leaves = leaves if exact else group.size
+        self._nodes = [self._nodes_of(rank, share) for rank, share in enumerate(shares)]
+        self._adders = [Adder(self._leaves, bucket.add) for bucket in buckets]
+        self._open: list[Slab] | None = None
+        self._sums: list[Slab | None] = [None] * len(buckets)
+        self._queue: queue.SimpleQueue[tuple[int, list[Any], torch.Tensor] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._left = [len(bucket.parameters) for bucket in buckets]
+        self._sent = 0
+        self._thread: threading.Thread | None = None
+        if group.size > 1:
+            self._thread = threading.Thread(target=self._finish_slices, name="holdfast-reduce", daemon=True)
+            self._thread.start()
+
+    def _nodes_of(self, rank: int, share: range) -> list[Node]:
+        if self.exact:
+            return roots(share, self._leaves)
+        return [Node(0, rank)] if share else []
+
+    # --- while micro-batches are computed --------------------------------------------------------
+
+    def before(self, index: int) -> None:
+        """Attach the slabs that micro-batch ``index`` adds its gradients to."""
+        if self._open is None:
+            self._open = [bucket.take() for bucket in self.buckets]
+            for bucket, slab in zip(self.buckets, self._open, strict=True):
+                slab.flat.zero_()
+                bucket.attach(slab)
+
+    def after(self, index: int) -> None:
+        """Micro-batch ``index``, not the share's last one, is complete."""
+        if not self._continues(index):
+            for bucket in self.buckets:
+                self._close(bucket, index)
+            self._open = None
+
+    def _continues(self, index: int) -> bool:
+        """Whether the next micro-batch may be added to the same slab by the backward pass itself.
+
+        In exact mode that is the right child of a pair: autograd adds left + right, as the tree does.
+        """
+        return not self.exact or (index % 2 == 0 and index + 1 in self.share)
+
+    def _close(self, bucket: Bucket, index: int) -> None:
+        assert self._open is not None
+        slab = self._open[bucket.number]
+        if not self.exact:
+            node = Node(0, self.group.rank)
+        elif index % 2 == 1 and index - 1 in self.share:
+            node = Node(1, index // 2)
+        else:
+            node = Node(0, index)
+        self._adders[bucket.number].push(node, slab)
+
+    # --- during the last backward pass -----------------------------------------------------------
+
+    def gradient_ready(self, bucket: int) -> None:
+        """One more parameter of the bucket has its gradient of the last micro-batch."""
+        self._left[bucket] -= 1
+        while self._sent < len(self.buckets) and self._left[self._sent] == 0:
+            self._send(self.buckets[self._sent])
+
+    def flush(self) -> None:
+        """The backward pass is over: send also the buckets of which some parameter was not used."""
+        while self._sent < len(self.buckets):
+            self._send(self.buckets[self._sent])
+
+    def _send(self, bucket: Bucket) -> None:
+        self._sent += 1
+        if self.share:
+            self._close(bucket, self.share[-1])
+        if self.group.size == 1:
+            return
+        parts = slices(bucket.size, self.group.size)
+        mine = parts[self.group.rank]
+        width = mine.stop - mine.start
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        foreign = [(rank, k) for rank in others for k in range(len(self._nodes[rank]))]
+        room = bucket.receiving(width * len(foreign)).view(len(foreign), width)
+        base = bucket.number * TAGS
+        receives = [(rank, room[i], base + k) for i, (rank, k) in enumerate(foreign) if width]
+        stack = self._adders[bucket.number].stack
+        sends = [
+            (rank, slab.flat[parts[rank]], base + k)
+            for rank in others
+            for k, (_, slab) in enumerate(stack)
+            if parts[rank].stop > parts[rank].start
+        ]
+        self._queue.put((bucket.number, self.group.start(sends, receives), room))
+
+    # --- beside it: owners finish their slices ---------------------------------------------------
+
+    def _finish_slices(self) -> None:
+        try:
+            works: list[Any] = []
+            while (item := self._queue.get()) is not None:
+                number, posted, room = item
+                self.group.finish(posted)
+                works += self.group.start(*self._finish_slice(self.buckets[number], room))
+            self.group.finish(works)
+        except BaseException as e:  # raised again where the training thread can act on it
+            self._error = e
+
+    def _finish_slice(self, bucket: Bucket, room: torch.Tensor) -> tuple[list[Transfer], list[Transfer]]:
+        """Adds up the slice that this worker owns; returns the transfers that spread the sums."""
+        rank, size = self.group.rank, self.group.size
+        parts = slices(bucket.size, size)
+        own = self._adders[bucket.number].stack
+        adder: Adder[torch.Tensor] = Adder(self._leaves, torch.Tensor.add_)
+        rows = iter(room)
+        for owner in range(size):
+            for k, node in enumerate(self._nodes[owner]):
+                value = own[k][1].flat[parts[rank]] if owner == rank else next(rows)
+                adder.push(node, value)
+        total = own[0][1] if own else bucket.take()
+        self._sums[bucket.number] = total
+        # Others' sums overwrite what we sent them: they can only have finished after they got it.
+        result = _root(adder)
+        if result.data_ptr() != total.flat[parts[rank]].data_ptr():
+            total.flat[parts[rank]].copy_(result)
+        tag = bucket.number * TAGS + SUM_TAG
+        others = [r for r in range(size) if r != rank]
+        filled = [r for r in others if parts[r].stop > parts[r].start]
+        mine = parts[rank].stop > parts[rank].start
+        sends = [(r, total.flat[parts[rank]], tag) for r in others if mine]
+        return sends, [(r, total.flat[parts[r]], tag) for r in filled]
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Waits for the sums and attaches them as the parameters' gradients."""
+        faults.point("reduce")
+        self._stop_thread()
+        if self._error is not None:
+            raise self._error
+        for bucket, adder in zip(self.buckets, self._adders, strict=True):
+            total = self._sums[bucket.number] or adder.stack[0][1]
+            bucket.attach(total)
+
+    def release(self) -> None:
+        """Gives the slabs back, whether the attempt ended well or broke."""
+        self._stop_thread()
+        for bucket, adder in zip(self.buckets, self._adders, strict=True):
+            slabs = {id(slab): slab for _, slab in adder.stack}
+            total = self._sums[bucket.number]
+            if total is not None:
+                slabs[id(total)] = total
+            if self._open is not None:
+                slabs[id(self._open[bucket.number])] = self._open[bucket.number]
+            pooled = {id(slab) for slab in bucket.free}
+            bucket.give_back([slab for key, slab in slabs.items() if key not in pooled])
+            for p in bucket.parameters:
+                p.grad = None
+
+    def _stop_thread(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _root(adder: Adder[torch.Tensor]) -> torch.Tensor:
+    """The whole sum: in exact mode one node is left; by rank, ranks without work leave gaps."""
+    _, total = adder.stack[0]
+    for _, value in adder.stack[1:]:
+        total.add_(value)
+    return total

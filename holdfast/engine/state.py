@@ -1,0 +1,71 @@
+"""The whole state of a run, layer by layer: for a joiner, and for the hash that proves exactness."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from holdfast.engine import codec
+from holdfast.engine.model import LayeredModel
+from holdfast.engine.update import Update
+
+
+class State:
+    """Reads and writes the model's and the optimizer's state in parts; the last part is what they share.
+
+    ``progress`` is whatever else a joiner needs to know, such as the step.
+    """
+
+    def __init__(self, model: LayeredModel, update: Update, progress: dict[str, Any]) -> None:
+        self.model = model
+        self.update = update
+        self.progress = progress
+        self._parts = model.parts()
+
+    def __len__(self) -> int:
+        return len(self._parts) + 1
+
+    def read(self, part: int) -> Any:
+        if part == len(self._parts):
+            return {"settings": self.update.settings(), "progress": self.progress}
+        parameters, buffers = self._parts[part]
+        trained = [p for p in parameters if p.requires_grad]
+        return {"parameters": parameters, "buffers": buffers, "slots": self.update.slots(trained)}
+
+    @torch.no_grad()
+    def write(self, part: int, value: Any) -> None:
+        if part == len(self._parts):
+            self.update.set_settings(value["settings"])
+            self.progress.clear()
+            self.progress.update(value["progress"])
+            return
+        parameters, buffers = self._parts[part]
+        for mine, theirs in zip([*parameters, *buffers], [*value["parameters"], *value["buffers"]], strict=True):
+            mine.copy_(theirs)
+        self.update.set_slots([p for p in parameters if p.requires_grad], value["slots"])
+
+    def sha256(self, *, weights_only: bool = False) -> str:
+        """Over names, shapes and bytes of weights and buffers, and of the optimizer's slots."""
+        digest = hashlib.sha256()
+        for name, tensor in self.model.module.state_dict().items():
+            _digest(digest, [name, tensor])
+        if not weights_only:
+            names = [n for n, p in self.model.module.named_parameters() if p.requires_grad]
+            for name, slots in zip(names, self.update.slots(self.model.trainable), strict=True):
+                _digest(digest, [name, dict(sorted(slots.items()))])
+        return digest.hexdigest()
+
+
+def _digest(digest: hashlib._Hash, value: Any) -> None:
+    text, tensors = codec.flatten(value)
+    digest.update(text)
+    for tensor in tensors:
+        digest.update(as_bytes(tensor))
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, whatever its dtype."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -1,0 +1,60 @@
+"""Running statistics (BatchNorm): refused where they would break exactness, kept equal elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from holdfast.cluster.group import Group
+from holdfast.errors import UsageError
+
+
+def layer_with_running_statistics(module: nn.Module) -> str | None:
+    """The name of the first layer that keeps running statistics.
+
+    >>> layer_with_running_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    '1'
+    """
+    for name, layer in module.named_modules():
+        if getattr(layer, "running_mean", None) is not None:
+            return name
+    return None
+
+
+def refuse_running_statistics(module: nn.Module) -> None:
+    """Running statistics depend on which micro-batches a worker has seen: exact mode cannot hold them."""
+    name = layer_with_running_statistics(module)
+    if name is not None:
+        layer = module.get_submodule(name)
+        raise UsageError(
+            f"layer '{name}' ({type(layer).__name__}) keeps running statistics, which depend on who "
+            "computes which micro-batch",
+            hint="use GroupNorm or LayerNorm, or track_running_stats=False, or numerics='fast'",
+        )
+
+
+class RunningStatistics:
+    """In fast mode: each step ends with equal statistics everywhere, and a redone step starts from the old."""
+
+    def __init__(self, module: nn.Module) -> None:
+        has_any = layer_with_running_statistics(module) is not None
+        self._buffers = list(module.buffers()) if has_any else []
+        self._before: list[torch.Tensor] | None = None
+
+    def begin(self) -> None:
+        if self._before is not None:  # the last attempt broke
+            for buffer, old in zip(self._buffers, self._before, strict=True):
+                buffer.copy_(old)
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def agree(self, group: Group) -> None:
+        """Floating-point statistics are averaged; counters are the first worker's."""
+        for buffer in self._buffers:
+            if buffer.is_floating_point():
+                buffer.div_(group.size)
+            elif group.rank != 0:
+                buffer.zero_()
+            group.sum(buffer)
+
+    def keep(self) -> None:
+        self._before = None

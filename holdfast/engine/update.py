@@ -1,0 +1,110 @@
+"""The update: clipping, the optimizer, the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from holdfast.errors import UsageError
+
+Schedule = Callable[[Optimizer], LRScheduler] | Callable[[int], float]
+
+
+class Update:
+    """Applies a step's gradients. ``schedule`` is a torch scheduler factory or a function of the step.
+
+    >>> p = nn.Parameter(torch.ones(1))
+    >>> update = Update([p], lambda ps: torch.optim.SGD(ps, lr=1.0), schedule=lambda step: 0.5)
+    >>> p.grad = torch.ones(1); update.apply(step=0); p.item()
+    0.5
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+        *,
+        schedule: Schedule | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.optimizer = optimizer(self.parameters)
+        if not isinstance(self.optimizer, Optimizer):
+            raise UsageError(
+                f"optimizer gave a {type(self.optimizer).__name__}, not an optimizer",
+                hint="pass a function: lambda params: torch.optim.AdamW(params, lr=3e-4)",
+            )
+        self.clip_norm = clip_norm
+        self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
+
+    def apply(self, *, step: int) -> None:
+        if self._rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._rate(step)
+        if self.clip_norm is not None:
+            # Norms of single tensors, combined in the parameters' order: the same on every layout.
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def slots(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """What the optimizer keeps for these parameters."""
+        return [dict(self.optimizer.state.get(p, {})) for p in parameters]
+
+    def set_slots(self, parameters: Sequence[nn.Parameter], slots: Sequence[dict[str, Any]]) -> None:
+        for p, slot in zip(parameters, slots, strict=True):
+            if slot:
+                self.optimizer.state[p] = {key: _like(value, p) for key, value in slot.items()}
+            else:
+                self.optimizer.state.pop(p, None)
+
+    def settings(self) -> dict[str, Any]:
+        """Hyper-parameters of each group and the scheduler's state."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
+        return {"groups": groups, "scheduler": scheduler}
+
+    def set_settings(self, settings: dict[str, Any]) -> None:
+        for group, values in zip(self.optimizer.param_groups, settings["groups"], strict=True):
+            group.update(values)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(settings["scheduler"])
+
+
+def _like(value: Any, p: nn.Parameter) -> Any:
+    """Slots shaped as the parameter live where it lives; counters stay on the CPU, as torch keeps them."""
+    if isinstance(value, torch.Tensor) and value.shape == p.shape:
+        return value.to(p.device)
+    return value
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state without functions, which every worker has from the script."""
+    return {key: value for key, value in state.items() if not callable(value) and key != "lr_lambdas"}
+
+
+def _read_schedule(
+    schedule: Schedule | None, optimizer: Optimizer
+) -> tuple[LRScheduler | None, Callable[[int], float] | None]:
+    if schedule is None:
+        return None, None
+    try:
+        made: Any = schedule(optimizer)  # type: ignore[arg-type]
+    except Exception:  # a function of the step stumbles over an optimizer in its own way
+        made = None
+    if isinstance(made, LRScheduler):
+        return made, None
+    rate: Any = schedule
+    first = rate(0)
+    if not isinstance(first, int | float) or not math.isfinite(first):
+        raise UsageError(
+            f"schedule(0) gave {first!r}", hint="return a learning rate, or a torch scheduler for an optimizer"
+        )
+    return None, rate

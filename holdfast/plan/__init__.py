@@ -1,0 +1,1 @@
+"""Who does what: pure functions from membership to roles."""

@@ -1,0 +1,211 @@
+"""Operations that all workers commit exactly once, whoever is lost on the way.
+
+An operation is a training step, an evaluation, or the end of training. It is *attempted* (computed and
+reduced, changing nothing that lasts), *voted* on in one small all-reduce, and *applied* by whoever sees
+the vote succeed. docs/recovery.md argues why that commits each operation exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from holdfast.cluster import faults
+from holdfast.cluster.events import Events
+from holdfast.cluster.group import Group, form
+from holdfast.cluster.membership import Generation, Membership, Standing
+from holdfast.engine.state import State
+from holdfast.errors import Broken, UsageError
+from holdfast.plan.tree import tree_sum
+from holdfast.recovery.copy import copy_state
+from holdfast.recovery.settle import Settlement, settle
+
+
+class Kind(IntEnum):
+    """What an operation is; all workers must mean the same."""
+
+    STEP = 1
+    EVALUATION = 2
+    END = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """``attempt`` returns this worker's values, zero where others compute them; ``apply`` makes it last."""
+
+    kind: Kind
+    attempt: Callable[[Group], list[float]]
+    apply: Callable[[], None] = lambda: None
+    drop: Callable[[], None] = lambda: None
+
+
+class Cohort:
+    """This worker's view of the workers it trains with, and of what they have committed together."""
+
+    def __init__(self, membership: Membership, state: State, device: torch.device, events: Events) -> None:
+        self.membership = membership
+        self.group: Group | None = None
+        self._state = state
+        self._device = device
+        self._events = events
+        self._operation: int | None = None  # None until the state is the cohort's
+        self._voted: Operation | None = None
+        self._result: float | None = None
+        self._ended = 0  # the newest generation known to be over
+        self._stop_at_boundary = False
+        self._first_of_generation = False
+        membership.on_break(self._broken)
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is not None and self.group.rank == 0
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.group is None else self.group.generation.number
+
+    def _broken(self, number: int) -> None:
+        """Called from another thread: the generation is over, whatever we are doing in it."""
+        self._ended = max(self._ended, number)
+        group = self.group
+        if group is not None and group.generation.number <= number:
+            group.abort("the coordinator ended the generation")
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """Between two steps: take part for the first time, let joiners in and leavers out."""
+        if self.group is None or self._stop_at_boundary:
+            self._regroup(boundary=True, broken=False)
+
+    def commit(self, operation: Operation) -> float:
+        """Carries an operation through, and returns the sum of all workers' values."""
+        before = self._operation
+        assert self.group is not None and before is not None
+        while self._operation == before:
+            try:
+                values = operation.attempt(self.group)
+                self._result = self._vote(operation, values)
+            except Broken:
+                if self._voted is None:
+                    operation.drop()
+                self._regroup(boundary=False, broken=True)
+            else:
+                self._apply(operation)
+        assert self._result is not None
+        return self._result
+
+    def _vote(self, operation: Operation, values: list[float]) -> float:
+        """Whoever gets through here knows that every member holds the operation's complete result."""
+        assert self.group is not None
+        joiners, leave = self.membership.wishes()
+        faults.point("vote")
+        ballot = torch.tensor([operation.kind, joiners, leave, *values], dtype=torch.float64)
+        ballot = ballot.to(self._device)
+        self._voted = operation
+        self.group.sum(ballot)
+        kinds, joining, leaving, *sums = ballot.tolist()
+        if kinds != operation.kind * self.group.size:
+            raise UsageError(
+                "workers disagree on what comes next",
+                hint="call run.steps and run.evaluate on every worker, not only on the first",
+            )
+        faults.point("voted")
+        self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
+        return tree_sum(sums)
+
+    def _apply(self, operation: Operation) -> None:
+        assert self._operation is not None and self.group is not None
+        operation.apply()
+        self._voted = None
+        self._operation += 1
+        if self._first_of_generation:
+            self._first_of_generation = False
+            self.membership.progressed(self.group.generation, self._operation)
+
+    # --- generations -----------------------------------------------------------------------------
+
+    def _regroup(self, *, boundary: bool, broken: bool) -> None:
+        """Gives up the current generation and gets into the next one that becomes whole."""
+        while True:
+            if self.group is not None:
+                self.group.close()
+            faults.point("regroup")
+            generation = self.membership.regroup(self._standing(boundary, broken))
+            try:
+                self._enter(generation)
+                return
+            except Broken as reason:
+                self._events.write(
+                    "broken", worker=self.membership.worker, generation=generation.number, reason=str(reason)
+                )
+                broken = True
+
+    def _standing(self, boundary: bool, broken: bool) -> Standing:
+        _, leave = self.membership.wishes()
+        return Standing(
+            operation=self._operation,
+            voted=self._voted is not None,
+            boundary=boundary,
+            broken=broken,
+            leaving=leave,
+            result=self._result,
+        )
+
+    def _enter(self, generation: Generation) -> None:
+        worker = self.membership.worker
+        alone = len(generation.members) == 1
+        store = None if alone else self.membership.store(generation)
+        self.group = form(generation, worker, store, self._device)
+        self.membership.formed()
+        if self._ended >= generation.number:  # it ended before there was a group to abort
+            self.group.abort("the generation ended while it formed")
+        self.group.check()
+        settlement = settle({m.worker: m.standing for m in generation.members})
+        if worker in settlement.forward:
+            self._roll_forward(generation, settlement)
+        else:
+            self._drop()
+        received = self._copy(generation, settlement)
+        self._operation = settlement.operation
+        self._stop_at_boundary = False
+        self._first_of_generation = True
+        self._events.write(
+            "entered",
+            worker=worker,
+            generation=generation.number,
+            operation=self._operation,
+            reason=settlement.reason,
+            received=received,
+        )
+
+    def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:
+        operation = self._voted
+        assert operation is not None, "only a worker that has voted can roll forward"
+        newest = next(m.standing for m in generation.members if m.standing.operation == settlement.operation)
+        self._result = newest.result
+        operation.apply()
+        self._voted = None
+        self._operation = settlement.operation
+
+    def _drop(self) -> None:
+        if self._voted is not None:
+            self._voted.drop()
+            self._voted = None
+
+    def _copy(self, generation: Generation, settlement: Settlement) -> int:
+        assert self.group is not None
+        if not settlement.receivers:
+            return 0
+        holders = [generation.rank_of(worker) for worker in settlement.holders]
+        receivers = [generation.rank_of(worker) for worker in settlement.receivers]
+        if self.membership.worker in settlement.holders and self._operation is None:
+            self._operation = settlement.operation  # the begin: this worker's own state is the first
+        return copy_state(self.group, self._state, holders=holders, receivers=receivers)

@@ -1,0 +1,62 @@
+"""Sends the state to those who lack it, part by part, the load spread over all who hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.cluster import faults
+from holdfast.cluster.group import Group
+from holdfast.engine import codec
+from holdfast.engine.state import State
+
+LENGTH_TAG, TEXT_TAG, TENSOR_TAG = 1, 2, 3
+
+
+def sender_of(part: int, holders: Sequence[int]) -> int:
+    """Which holder sends a part.
+
+    >>> [sender_of(part, [0, 2]) for part in range(3)]
+    [0, 2, 0]
+    """
+    return holders[part % len(holders)]
+
+
+def copy_state(group: Group, state: State, *, holders: Sequence[int], receivers: Sequence[int]) -> int:
+    """Every member calls this; returns the bytes that this worker has received."""
+    if group.rank in receivers:
+        return sum(_receive(group, state, part, sender_of(part, holders)) for part in range(len(state)))
+    works: list[Any] = []
+    kept: list[Any] = []  # what is sent must not be freed before it has left
+    for part in range(len(state)):
+        if receivers and sender_of(part, holders) == group.rank:
+            faults.point("copy")
+            for receiver in receivers:
+                works += _send(group, state, part, receiver, kept)
+    group.finish(works)
+    return 0
+
+
+def _send(group: Group, state: State, part: int, receiver: int, kept: list[Any]) -> list[Any]:
+    text, tensors = codec.flatten(state.read(part))
+    header = torch.tensor(list(text), dtype=torch.uint8)
+    length = torch.tensor([len(text)])
+    flat = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+    kept.append((header, length, flat))
+    sends = [(receiver, length, LENGTH_TAG), (receiver, header, TEXT_TAG)]
+    return group.start([*sends, *((receiver, tensor, TENSOR_TAG) for tensor in flat)], [])
+
+
+def _receive(group: Group, state: State, part: int, sender: int) -> int:
+    length = torch.zeros(1, dtype=torch.int64)
+    group.finish(group.start([], [(sender, length, LENGTH_TAG)]))
+    header = torch.zeros(int(length), dtype=torch.uint8)
+    group.finish(group.start([], [(sender, header, TEXT_TAG)]))
+    text = bytes(header.tolist())
+    tensors = codec.empty_tensors(text)
+    faults.point("copy")
+    group.finish(group.start([], [(sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))
+    state.write(part, codec.unflatten(text, tensors))
+    return len(text) + sum(tensor.nbytes for tensor in tensors)

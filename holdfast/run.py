@@ -1,0 +1,285 @@
+"""``holdfast.Run``: what a training script writes."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_model as write_safetensors
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.cluster import faults
+from holdfast.cluster.client import Client, Place
+from holdfast.cluster.events import Events
+from holdfast.cluster.membership import Membership, Solo
+from holdfast.data.order import Order
+from holdfast.engine.engine import Dataset, Engine, Loss, label_of
+from holdfast.engine.model import LayeredModel, Layers
+from holdfast.engine.state import State
+from holdfast.engine.statistics import refuse_running_statistics
+from holdfast.engine.update import Schedule, Update
+from holdfast.errors import UsageError
+from holdfast.plan.tree import tree_sum
+from holdfast.recovery.cohort import Cohort, Kind, Operation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One committed training step.
+
+    >>> Step(number=3, loss=0.5, epoch=0, workers=4, is_first_worker=True).loss
+    0.5
+    """
+
+    number: int
+    loss: float
+    epoch: int
+    workers: int
+    is_first_worker: bool
+
+
+class Run:
+    """Training that goes on while workers come and go.
+
+    ``layers`` is a list of modules or ``nn.Sequential``; any other module is one layer. ``loss`` gives
+    the mean over its samples. In ``numerics="exact"`` the weights do not depend on how many workers
+    there are or what happened to them; ``"fast"`` may differ in the last bits. ``schedule`` is a
+    function of the step that gives the learning rate, or a function of the optimizer that gives a torch
+    scheduler. ``tolerate`` is the number of simultaneous losses to survive; here every worker holds the
+    whole model, so it is a wish that the run checks, and says when too few workers are left to grant it.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+    >>> run = Run(layers=nn.Linear(2, 1), loss=nn.functional.mse_loss, data=data,
+    ...           optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    ...           global_batch=4, micro_batch=2)
+    >>> [step.number for step in run.steps(3)]
+    [0, 1, 2]
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: Layers,
+        loss: Loss,
+        optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+        data: Dataset,
+        global_batch: int,
+        micro_batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        numerics: Literal["exact", "fast"] = "exact",
+        schedule: Schedule | None = None,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        tolerate: int = 0,
+        collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
+        device: str | torch.device | None = None,
+    ) -> None:
+        _check_batches(data, global_batch, micro_batch)
+        if numerics not in ("exact", "fast"):
+            raise UsageError(f"numerics={numerics!r} is not known", hint="'exact' or 'fast'")
+        if seed < 0 or tolerate < 0:
+            raise UsageError("seed and tolerate cannot be negative")
+        exact = numerics == "exact"
+        if exact:  # sums inside an operator depend on the number of threads
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        chosen = _choose_device(device)
+        model = LayeredModel(layers, seed=seed, device=chosen)
+        if exact:
+            refuse_running_statistics(model.module)
+        order = Order(
+            size=len(data), global_batch=global_batch, micro_batch=micro_batch, seed=seed, shuffle=shuffle
+        )
+        update = Update(model.trainable, optimizer, schedule=schedule, clip_norm=clip_norm)
+        self.engine = Engine(
+            model=model,
+            update=update,
+            loss=loss,
+            data=data,
+            order=order,
+            collate=collate,
+            exact=exact,
+            autocast=autocast,
+        )
+        self.tolerate = tolerate
+        self._progress: dict[str, Any] = {"step": 0, "evaluations": {}}
+        self._state = State(model, update, self._progress)
+        self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
+        self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
+        self._position = 0  # where the script is; behind the run's step while a joiner catches up
+        self._evaluations_here = 0
+        self._warned = False
+        label = label_of(model.module, numerics=numerics, batch=global_batch, micro_batch=micro_batch, seed=seed)
+        self._cohort = Cohort(_membership(label), self._state, chosen, self._events)
+        faults.plan(self._cohort.membership.worker)
+
+    # --- training --------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed."""
+        return int(self._progress["step"])
+
+    @property
+    def workers(self) -> int:
+        """How many workers train at the moment."""
+        return self._cohort.size
+
+    @property
+    def is_first_worker(self) -> bool:
+        return self._cohort.is_first
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """Train until ``total`` steps are committed; yields each as it is, whatever happens inside."""
+        self._cohort.boundary()
+        while self.step < total:
+            yield self._one_step()
+            self._move_to(self.step)
+            self._cohort.boundary()
+        self._move_to(total)
+        if self.step == total:
+            # Nobody may leave before all have committed the last step: a worker whose vote broke
+            # needs somebody to tell it that the step is committed.
+            self._cohort.commit(Operation(kind=Kind.END, attempt=lambda group: []))
+            self._cohort.membership.finished()
+
+    def _one_step(self) -> Step:
+        number = self.step
+        faults.at_step(number)
+        engine, cohort = self.engine, self._cohort
+
+        def attempt(group: Any) -> list[float]:
+            losses = engine.attempt(number, group)
+            if self._trace:
+                self._event("vote", step=number, samples=engine.used)
+            return losses
+
+        def apply() -> None:
+            engine.apply(number)
+            self._progress["step"] = number + 1
+
+        loss = cohort.commit(Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop))
+        self._event("commit", step=number, loss=loss)
+        self._check_tolerance()
+        return Step(
+            number=number,
+            loss=loss,
+            epoch=number // engine.order.steps_per_epoch,
+            workers=cohort.size,
+            is_first_worker=cohort.is_first,
+        )
+
+    def _event(self, event: str, **fields: Any) -> None:
+        cohort = self._cohort
+        self._events.write(event, worker=cohort.membership.worker, generation=cohort.generation, **fields)
+
+    def _check_tolerance(self) -> None:
+        few = self.workers <= self.tolerate
+        if few and not self._warned and self.is_first_worker:
+            print(f"holdfast: {self.workers} workers cannot survive the loss of {self.tolerate}", flush=True)
+        self._warned = few
+
+    def _move_to(self, position: int) -> None:
+        if position != self._position:
+            self._position = position
+            self._evaluations_here = 0
+
+    # --- evaluation and results ------------------------------------------------------------------
+
+    def evaluate(self, dataset: Dataset, measure: Loss | None = None) -> float:
+        """The mean of ``measure(output, target)``, by default the loss, over a data set.
+
+        Workers share the work, so every worker must call it. A worker that joined later gets the values
+        of the evaluations it has missed, so that its script decides as the others' did.
+        """
+        measure = measure or self.engine.loss
+        if self._cohort.group is None:  # before training: nobody to share with
+            return tree_sum(self.engine.evaluate(dataset, measure, None))
+        key = f"{self._position}/{self._evaluations_here}"
+        self._evaluations_here += 1
+        if self._position < self.step:
+            return float(self._progress["evaluations"][key])
+        value = self._cohort.commit(
+            Operation(
+                kind=Kind.EVALUATION,
+                attempt=lambda group: self.engine.evaluate(dataset, measure, group),
+            )
+        )
+        self._progress["evaluations"][key] = value
+        return value
+
+    def save_model(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights as safetensors, whole or not at all. Every worker may call it; one writes."""
+        if self._cohort.group is not None and not self.is_first_worker:
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False, prefix=f".{target.name}.") as file:
+            temporary = Path(file.name)
+        try:
+            write_safetensors(self.engine.model.module, str(temporary))
+            temporary.chmod(0o644)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def sha256(self, *, weights_only: bool = False) -> str:
+        """The SHA-256 of weights and optimizer state: equal hashes, equal runs."""
+        return self._state.sha256(weights_only=weights_only)
+
+
+def _check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:
+    if global_batch < 1 or micro_batch < 1 or global_batch % micro_batch:
+        nearest = max(1, round(global_batch / max(1, micro_batch))) * max(1, micro_batch)
+        raise UsageError(
+            f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}",
+            hint=f"global_batch={nearest} would be",
+        )
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise UsageError(
+            "data must be map-style: len(data) and data[i]", hint="a stream has no order that can be repeated"
+        )
+    if len(data) < global_batch:
+        raise UsageError(
+            f"the data set has {len(data)} samples, fewer than global_batch={global_batch}",
+            hint=f"global_batch={max(1, len(data) // micro_batch) * micro_batch} or less",
+        )
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():  # untested here
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+_clients: list[Client] = []
+
+
+def _membership(label: str) -> Membership:
+    place = Place.from_environment()
+    if place is not None:
+        if _clients:
+            raise UsageError("a script can have one Run", hint="a second one has to be another script")
+        _clients.append(Client(place, label=re.sub(r"\s+", " ", label)))
+        return _clients[0]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "several workers without a holdfast agent", hint="start the script with: holdfast run -n 4 train.py"
+        )
+    return Solo()
+
+
+def farewell() -> None:
+    """The script is over: tell the coordinator that this worker's end is no failure."""
+    for client in _clients:
+        client.bye()
