@@ -141,8 +141,9 @@ class Run:
         """Train until ``total`` steps are committed; yields each as it is, whatever happens inside."""
         self._cohort.boundary()
         while self.step < total:
-            yield self._one_step()
+            step = self._one_step()
             self._move_to(self.step)
+            yield step
             self._cohort.boundary()
         self._move_to(total)
         if self.step == total:

@@ -141,17 +141,25 @@ class Agent:
         for worker in self.workers.values():
             self._kill(worker)
         self._flush_logs()
+        self._tell({"type": "bye"})
+        await self._let_coordinator_end()
         for task in self._tasks:
             task.cancel()
         if self._writer is not None:
             self._writer.close()
-        if self.coordinator is not None and self.coordinator.returncode is None:
-            try:
-                await asyncio.wait_for(self.coordinator.wait(), 1.0)
-            except TimeoutError:
-                self.coordinator.kill()
         if self._listener is not None:
             self._listener.close()
+
+    async def _let_coordinator_end(self) -> None:
+        """It ends by itself when no host is left; until then it serves the other machines."""
+        if self.coordinator is None:
+            return
+        try:
+            patience = 2.0 if self._code and not self._leaving else None
+            await asyncio.wait_for(self.coordinator.wait(), patience)
+        except (TimeoutError, asyncio.CancelledError):
+            self.coordinator.kill()
+            await self.coordinator.wait()
 
     # --- the coordinator -------------------------------------------------------------------------
 
@@ -194,7 +202,7 @@ class Agent:
                 env={**os.environ, "HOLDFAST_TOKEN": settings.token},
                 pass_fds=[descriptor],
             )
-            if await self.coordinator.wait() == 0:
+            if await self.coordinator.wait() == 0 or self._done.is_set():
                 return
             self.events.write("coordinator-restart")
 
@@ -238,7 +246,7 @@ class Agent:
             if kind == "welcome":
                 self._welcomed(message["host"])
             elif kind == "generation":
-                self._begun = True
+                self._training_began()
             elif kind == "recovered":
                 self._recovered.set()
             elif kind == "finishing":
@@ -260,8 +268,14 @@ class Agent:
             self.host = host
             assert self._writer is not None
             self._own_address = self._writer.get_extra_info("sockname")[0]
-            for index in range(self.settings.workers + self.settings.spares):
-                self._start(index)
+            for slot in range(self.settings.workers):
+                self._start(slot)
+
+    def _training_began(self) -> None:
+        if not self._begun:
+            self._begun = True
+            for slot in range(self.settings.spares):
+                self._start(self.settings.workers + slot)
 
     def _stop(self, message: Message) -> None:
         code, text = message["code"], message["message"]
@@ -423,6 +437,8 @@ class Agent:
             self._end(128 + number, "holdfast: stopped at once")
             for worker in self.workers.values():
                 self._kill(worker)
+            if self.coordinator is not None and self.coordinator.returncode is None:
+                self.coordinator.kill()
             return
         self._leaving = True
         self._code = 128 + number

@@ -11,7 +11,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from holdfast.cluster.membership import Generation, Member, Standing, worker_ord
 from holdfast.cluster.wire import Message
 
 GIVEN_UP = 75  # exit code of a worker that comes back after it was replaced; its agent starts a new one
+DONE = "it is done"
 STRANGERS = 128  # connections that have not shown the token yet; more are turned away at once
 
 
@@ -141,9 +141,7 @@ class Coordinator:
             for message in messages:
                 self._from_agent(host, message)
         if self.hosts.get(number) is host:
-            del self.hosts[number]
-            self.events.write("host-gone", host=number)
-            self._advance()
+            self._host_gone(number, "connection lost")
 
     def _from_agent(self, host: Host, message: Message) -> None:
         if message["type"] == "exit":
@@ -151,6 +149,8 @@ class Coordinator:
         elif message["type"] == "slots":
             host.slots = message["slots"]
             self._advance()
+        elif message["type"] == "bye":
+            self._host_gone(host.number, DONE)
         elif message["type"] == "nobody":
             self._nobody_left(message["reason"])
 
@@ -255,8 +255,7 @@ class Coordinator:
         for number, host in list(self.hosts.items()):
             if now - host.heard > limit:
                 host.writer.transport.abort()
-                del self.hosts[number]
-                self.events.write("host-gone", host=number, cause=f"no heartbeat for {limit:g} s")
+                self._host_gone(number, f"no heartbeat for {limit:g} s")
 
     def _look_for_absence(self, now: float) -> None:
         for name, since in list(self._absent.items()):
@@ -271,6 +270,14 @@ class Coordinator:
                 f"{self.settings.patience:g} s (start more agents, or lower --nnodes)"
             )
             self._stop(3, f"too few workers: {text}")
+
+    def _host_gone(self, number: int, cause: str) -> None:
+        """Its workers have connections of their own; what goes with the host is its share of the target."""
+        del self.hosts[number]
+        self.events.write("host-gone", host=number, cause=cause)
+        if not self.hosts and cause == DONE:
+            self.stopped.set()
+        self._advance()
 
     def _kill(self, worker: str) -> None:
         for host in self.hosts.values():
@@ -445,9 +452,9 @@ def main() -> None:
 
     async def serve() -> None:
         await Coordinator(settings).serve(listener)
+        os._exit(0)  # nothing is left to clean up, and asyncio would complain of connections still open
 
     asyncio.run(serve())
-    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Fault:
 
     kind: Kind
     worker: str
-    step: int
+    step: int | None = None  # None: whenever the phase comes
     phase: Phase = "data"
 
     @staticmethod
@@ -45,7 +45,7 @@ class Fault:
         return Fault(
             kind=kind,  # type: ignore[arg-type]
             worker=fields["worker"],
-            step=int(fields["step"]),
+            step=int(fields["step"]) if "step" in fields else None,
             phase=fields.get("phase", "data"),  # type: ignore[arg-type]
         )
 
@@ -72,7 +72,7 @@ def at_step(step: int) -> None:
 def point(phase: Phase) -> None:
     """Called where a phase begins; strikes if a fault waits here. Nothing planned: costs nothing."""
     for fault in _planned:
-        if fault.phase == phase and fault.step == _step:
+        if fault.phase == phase and fault.step in (None, _step):
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "stop":
@@ -85,7 +85,7 @@ def point(phase: Phase) -> None:
 def sabotaged(kind: Kind) -> bool:
     """Whether to do this step wrong on purpose; each sabotage happens once."""
     for fault in _planned:
-        if fault.kind == kind and fault.step == _step:
+        if fault.kind == kind and fault.step in (None, _step):
             _planned.remove(fault)
             return True
     return False

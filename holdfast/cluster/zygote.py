@@ -1,7 +1,7 @@
 """The zygote: a process that has imported torch and forks workers.
 
 A fresh interpreter needs more than a second to import torch; a fork of this one is ready in
-milliseconds. It stays single-threaded and runs no tensor operation, so that a fork is safe.
+milliseconds. It stays single-threaded, so that a fork is safe.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ Order = dict[str, Any]
 
 def serve(agent: socket.socket) -> None:
     """Forks a worker per order; reports each worker's end. Returns when the agent is gone."""
-    import torch  # noqa: F401  the whole point of a zygote
-
-    import holdfast.run  # noqa: F401
-
+    warm_up()
     children: dict[int, int] = {}  # pidfd → pid
     _report(agent, {"ready": os.getpid()})
     while True:
@@ -44,6 +41,15 @@ def serve(agent: socket.socket) -> None:
             pid = _fork(json.loads(data), descriptors[0], agent, children)
             os.close(descriptors[0])
             children[os.pidfd_open(pid)] = pid
+
+
+def warm_up() -> None:
+    """Imports what workers need: torch, and what it imports late, with the first optimizer."""
+    import torch
+
+    import holdfast.run  # noqa: F401
+
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 def _report(agent: socket.socket, message: dict[str, Any]) -> None:

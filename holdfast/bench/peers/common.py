@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import time
 
 import torch
@@ -61,4 +62,6 @@ def report_end(model: nn.Module, step: int, worker: int) -> None:
     for parameter in model.parameters():
         digest.update(str(torch.hash_tensor(parameter.detach()).item()).encode())
     line = {"worker": worker, "step": step, "digest": digest.hexdigest()[:16]}
-    print(json.dumps(line), flush=True)
+    # One write, for the workers share an output: print would send the newline apart.
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()

@@ -28,7 +28,7 @@ def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     state = torch.load(path, map_location="cpu")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return state["step"]
+    return int(state["step"])
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +27,12 @@ def seconds(text: str) -> timedelta:
 
 
 def add_torchft_arguments(parser: argparse.ArgumentParser) -> None:
-    """The defaults here are torchft's own (0.2.0), so no flags means "as it comes"."""
+    """The defaults are those of torchft (nightly 2026.10.26): no flags means "as it comes"."""
     parser.add_argument("--worker", type=int, required=True, help="this replica group's number")
     parser.add_argument("--lighthouse", help="http://host:port; else $TORCHFT_LIGHTHOUSE")
     parser.add_argument("--min-replicas", type=int, default=1, help="fewest that may commit a step")
+    # Bounds a recovery that heartbeats do not: a survivor that waits for another survivor
+    # in a half-finished reduction stays there this long, and so does the next quorum.
     parser.add_argument(
         "--pg-timeout", type=seconds, default="60", help="s, Gloo collectives and set-up"
     )
@@ -46,9 +49,12 @@ def main() -> None:
     parser = common.argument_parser(__doc__)
     add_torchft_arguments(parser)
     args = parser.parse_args()
-    # torchft logs at least one line a step, and a traceback for each reduction lost to a
-    # dead peer: as good as errors to whoever reads the bench's output.
+    # torchft logs a line for every step, and a traceback for each reduction that a dead peer
+    # fails, which is part of its normal work.
     logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL)
+    # torchft's stores and state servers advertise the host's name, with no setting for it;
+    # that name need not resolve, nor to loopback, which is all the bench may use.
+    socket.gethostname = lambda: HOST
 
     model = workload.build_model(args)
     inner = workload.build_optimizer(model.parameters())

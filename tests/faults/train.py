@@ -1,0 +1,52 @@
+"""The script of the fault sweeps: a small model with dropout, a ragged last batch, slow on request."""
+
+import json
+import os
+import time
+
+import torch
+from torch import nn
+
+import holdfast
+
+SIZE, GLOBAL_BATCH, MICRO_BATCH = 70, 16, 2
+
+
+class Waves:
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(i)) + 0.01 * torch.rand(1)
+        return x, (x[:1] * 2 + x[1:2]).tanh()
+
+
+def main() -> None:
+    setting = os.environ.get
+    torch.manual_seed(int(setting("MODEL_SEED", "0")))
+    layers = [nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)]
+    run = holdfast.Run(
+        layers=[*layers, nn.Linear(32, 1)],
+        loss=nn.functional.mse_loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        schedule=lambda step: 1e-2 / (1 + 0.1 * step),
+        data=Waves(),
+        global_batch=GLOBAL_BATCH,
+        micro_batch=MICRO_BATCH,
+        clip_norm=1.0,
+        numerics=setting("NUMERICS", "exact"),
+    )
+    wanted = int(setting("WANTED", "0"))  # slow down until so many workers train
+    patient = int(setting("PATIENT", "0"))  # from this step on
+    for step in run.steps(int(setting("STEPS", "10"))):
+        if step.number >= patient and step.workers != wanted and wanted:
+            time.sleep(0.02)
+        if step.number % 7 == 6:
+            run.evaluate(Waves())
+    line = json.dumps({"worker": os.environ.get("HOLDFAST_WORKER"), "sha256": run.sha256(), "pid": os.getpid()})
+    with open(os.environ["RESULTS"], "a") as results:
+        results.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
