@@ -114,12 +114,13 @@ class Run:
         self._state = State(model, update, self._progress)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
-        self._position = 0  # where the script is; behind the run's step while a joiner catches up
+        self._place = "after 0"  # where the script is: in the body of a loop, or after one
         self._evaluations_here = 0
         self._warned = False
         label = label_of(model.module, numerics=numerics, batch=global_batch, micro_batch=micro_batch, seed=seed)
         self._cohort = Cohort(_membership(label), self._state, chosen, self._events)
         faults.plan(self._cohort.membership.worker)
+        _runs.append(self)
 
     # --- training --------------------------------------------------------------------------------
 
@@ -142,13 +143,17 @@ class Run:
         self._cohort.boundary()
         while self.step < total:
             step = self._one_step()
-            self._move_to(self.step)
+            self._move_to(f"in {self.step}")
             yield step
             self._cohort.boundary()
-        self._move_to(total)
-        if self.step == total:
-            # Nobody may leave before all have committed the last step: a worker whose vote broke
-            # needs somebody to tell it that the step is committed.
+        self._move_to(f"after {total}")
+
+    def finish(self) -> None:
+        """Called at the end of the script: nobody leaves before all have committed the last step.
+
+        A worker whose last vote broke needs somebody to tell it that the step is committed.
+        """
+        if self._cohort.group is not None:
             self._cohort.commit(Operation(kind=Kind.END, attempt=lambda group: []))
             self._cohort.membership.finished()
 
@@ -188,9 +193,9 @@ class Run:
             print(f"holdfast: {self.workers} workers cannot survive the loss of {self.tolerate}", flush=True)
         self._warned = few
 
-    def _move_to(self, position: int) -> None:
-        if position != self._position:
-            self._position = position
+    def _move_to(self, place: str) -> None:
+        if place != self._place:
+            self._place = place
             self._evaluations_here = 0
 
     # --- evaluation and results ------------------------------------------------------------------
@@ -204,9 +209,9 @@ class Run:
         measure = measure or self.engine.loss
         if self._cohort.group is None:  # before training: nobody to share with
             return tree_sum(self.engine.evaluate(dataset, measure, None))
-        key = f"{self._position}/{self._evaluations_here}"
+        key = f"{self._place}/{self._evaluations_here}"
         self._evaluations_here += 1
-        if self._position < self.step:
+        if key in self._progress["evaluations"]:  # a joiner's script is still behind the run
             return float(self._progress["evaluations"][key])
         value = self._cohort.commit(
             Operation(
@@ -264,6 +269,7 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
 
 
 _clients: list[Client] = []
+_runs: list[Run] = []
 
 
 def _membership(label: str) -> Membership:
@@ -282,5 +288,7 @@ def _membership(label: str) -> Membership:
 
 def farewell() -> None:
     """The script is over: tell the coordinator that this worker's end is no failure."""
+    for run in _runs:
+        run.finish()
     for client in _clients:
         client.bye()

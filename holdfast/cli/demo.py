@@ -1,1 +1,43 @@
-def demo() -> None: ...
+"""``holdfast demo``: workers are killed at random, and the weights come out the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    workers: Annotated[int, typer.Option(min=1, help="Workers on this machine.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two runs.")] = 80,
+    kills: Annotated[int, typer.Option(min=0, help="Workers to kill in the second run.")] = 6,
+    seed: Annotated[int, typer.Option(min=0, help="Of the training, and of whom to kill when.")] = 0,
+    out: Annotated[Path, typer.Option(help="For picture, logs and events.")] = Path("holdfast-demo"),
+    as_json: Annotated[bool, typer.Option("--json", help="The verdict as a JSON object on the last line.")] = False,
+) -> None:
+    """Watch workers die, and the training not care.
+
+    Trains a byte-level GPT on the source of Python's own standard library, first undisturbed, then
+    again while workers are killed at random, and compares the weights bit for bit.
+    """
+    # Imported here, so that the other commands do not wait for rich and asyncio.
+    from rich.console import Console
+
+    from holdfast.demo.demo import DemoSettings, run_demo
+    from holdfast.demo.show import LiveShow, PlainShow, Show
+
+    settings = DemoSettings(workers=workers, steps=steps, kills=kills, seed=seed, out=out)
+    console = Console(highlight=False, stderr=as_json)
+    on_terminal = console.is_terminal and not as_json
+    show: Show = LiveShow(console) if on_terminal else PlainShow(sys.stderr if as_json else sys.stdout)
+    given = f"workers: {workers}, steps: {steps}, kills: {kills}"
+    console.print(f"a byte-level GPT on the source of Python's own standard library ({given})", soft_wrap=True)
+    verdict = run_demo(settings, show)
+    console.print(*verdict.lines(), sep="\n", soft_wrap=True, markup=False)
+    console.print(verdict.headline(), style="bold green" if verdict.identical else "bold red")
+    if as_json:
+        print(json.dumps(verdict.to_json()))
+    raise typer.Exit(0 if verdict.identical else 1)

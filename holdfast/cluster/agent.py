@@ -7,6 +7,7 @@ address with nobody turned away in between.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -84,6 +85,7 @@ class Agent:
         self._zygote = zygote
         self._listener: socket.socket | None = None
         self._address: tuple[str, int] = (LOOPBACK, 0)
+        self._port_taken = False
         self._own_address = LOOPBACK
         self._writer: asyncio.StreamWriter | None = None
         self._serial = 0
@@ -179,8 +181,9 @@ class Agent:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
-        except OSError:
+        except OSError as e:
             listener.close()  # another machine's address, or another agent of this run is here first
+            self._port_taken = e.errno == errno.EADDRINUSE
         else:
             listener.listen(1024)
             self._listener = listener
@@ -221,19 +224,23 @@ class Agent:
                 await self._hear_coordinator(reader)
             except wire.Refused as e:
                 raise UsageError(f"the coordinator refuses this agent: {e}", hint=TOKEN_HINT) from e
-            except OSError:
-                self._not_reached(time.monotonic() - since)
+            except OSError as e:
+                self._not_reached(time.monotonic() - since, e)
             else:
                 since = time.monotonic()
             self._writer = None
             await asyncio.sleep(0.05)
 
-    def _not_reached(self, seconds: float) -> None:
-        if self._listener is None and self.host is None and seconds > self.settings.patience:
-            host, port = self._address
+    def _not_reached(self, seconds: float, error: OSError) -> None:
+        if self._listener is not None or self.host is not None:
+            return  # ours is about to come back; another machine's may
+        host, port = self._address
+        if self._port_taken and isinstance(error, wire.NotHoldfast):
+            raise UsageError(f"port {port} is in use by another program", hint="choose another --rdzv-endpoint")
+        if seconds > self.settings.patience:
             raise UsageError(
-                f"no coordinator of this run answers at {host}:{port}",
-                hint="the port may be in use by another program, or the first agent is not running",
+                f"no coordinator answers at {host}:{port} for {self.settings.patience:g} s",
+                hint="start the first agent on that machine, with the same --rdzv-endpoint",
             )
 
     def _slots(self) -> int:
@@ -391,7 +398,10 @@ class Agent:
         if code == 0:
             self._finishing = self._finishing or not self._leaving
         if code and not self._finishing and not self._leaving:
-            self._plan_replacement(worker)
+            if worker.error is not None and worker.error.get("refused"):
+                self._say(worker.error["text"])
+            else:
+                self._plan_replacement(worker)
         self._look_for_the_end(code)
 
     def _plan_replacement(self, worker: LocalWorker) -> None:

@@ -8,6 +8,7 @@ thread connects again and says where the worker stands.
 from __future__ import annotations
 
 import base64
+import json
 import os
 import selectors
 import socket
@@ -99,6 +100,7 @@ class Client:
         self._ended = 0  # the newest generation known to be over
         self._forming = False
         self._finished = False
+        self._doing: tuple[int, str] | None = None
         self._joiners = 0  # the generation that somebody waits to join
         self._leave = False
         self._stop: Message | None = None
@@ -130,6 +132,9 @@ class Client:
     def wishes(self) -> tuple[bool, bool]:
         current = 0 if self._generation is None else self._generation.number
         return (self._joiners == current, self._leave)
+
+    def doing(self, operation: int, kind: str) -> None:
+        self._doing = (operation, kind)
 
     def formed(self) -> None:
         """The generation's group stands: from here on training can do without the coordinator."""
@@ -233,7 +238,7 @@ class Client:
                         self._take(line.receive())
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + beat
-                    self._tell({"type": "beat"})
+                    self._tell({"type": "beat", "doing": self._doing})
         except (OSError, ValueError):
             return
 
@@ -288,6 +293,11 @@ class Client:
     def _stopped(self, message: Message) -> None:
         """Ends this worker: from inside ``regroup`` if it waits there, else at once."""
         self._stop = message
+        if message.get("refused"):
+            print(f"holdfast: {message['message']}", file=sys.stderr, flush=True)
+            error = {"text": f"holdfast: {message['message']}", "code": message["code"], "final": True, "refused": True}
+            with socket.socket(fileno=os.dup(self._place.lifeline)) as line:
+                line.sendall(json.dumps(error).encode())
         if self._standing is None:
             os._exit(message["code"])
         self._changed.notify_all()

@@ -113,3 +113,20 @@ def judge_error(*, error: str, earlier: Collection[str], alive: int) -> Verdict:
     if alive == 0:
         return Verdict(stop=True, exit_code=1, reason="the error ended every worker")
     return Verdict(stop=False, reason="a single worker's error; the others go on")
+
+
+def disagreement(doings: Mapping[str, tuple[int, str]]) -> str | None:
+    """A sentence if two workers mean different things by the same operation: they would wait for ever.
+
+    >>> disagreement({"0.0": (7, "evaluation"), "0.1": (7, "step")})[:40]
+    'workers disagree on what comes next: 0.0'
+    """
+    seen: dict[int, tuple[str, str]] = {}
+    for worker, (operation, kind) in doings.items():
+        other, meant = seen.setdefault(operation, (worker, kind))
+        if meant != kind:
+            return (
+                f"workers disagree on what comes next: {other} does a {meant}, {worker} a {kind} "
+                "(call run.steps and run.evaluate on every worker, not only on the first)"
+            )
+    return None

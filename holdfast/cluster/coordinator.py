@@ -49,6 +49,7 @@ class Worker(Peer):
     address: str
     label: str
     standing: Standing | None = None  # None while it trains
+    doing: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,9 @@ class Coordinator:
         self._lost: list[tuple[str, float]] = []  # whose loss the next generation recovers from, and when
         self._absent: dict[str, float] = {}  # members that have yet to come back after our restart
         self._few_since: float | None = None
+        self._interval = settings.heartbeat_timeout / 5
+        self._awake = time.monotonic()
+        self._dazed_until = 0.0
         self._strangers = 0
         self._next_host = 0
 
@@ -152,7 +156,7 @@ class Coordinator:
         elif message["type"] == "bye":
             self._host_gone(host.number, DONE)
         elif message["type"] == "nobody":
-            self._nobody_left(message["reason"])
+            self._nobody_left(host, message["reason"])
 
     async def _serve_worker(
         self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -176,7 +180,7 @@ class Coordinator:
             for message in messages:
                 self._from_worker(worker, message)
         if self.workers.get(name) is worker:
-            self._gone(name, "connection lost")
+            self._disconnected(name)
 
     def _refuses(self, worker: Worker, hello: Message) -> Message | None:
         """Why a worker may not come in: it was given up, it differs, or the run is over."""
@@ -192,7 +196,7 @@ class Coordinator:
                 f"worker {worker.name} does not train the same as {other.name}: {worker.label} against "
                 f"{other.label} (start every worker with the same script, settings and thread count)"
             )
-            return {"code": 2, "message": text}
+            return {"code": 2, "message": text, "refused": True}
         return None
 
     def _remember(self, known: Generation) -> None:
@@ -217,6 +221,8 @@ class Coordinator:
             self._recovered(message["generation"], message["operation"])
         elif kind == "finished":
             self._finish()
+        elif kind == "beat":
+            worker.doing = message["doing"] and (message["doing"][0], message["doing"][1])
         elif kind == "bye":
             self.workers.pop(worker.name, None)
             self._advance()
@@ -227,23 +233,33 @@ class Coordinator:
                 if name != sender and name in self.workers:
                     self.workers[name].send(message)
 
+    def _disconnected(self, name: str) -> None:
+        """A closed connection is a death, unless we were the one who did not answer."""
+        now = time.monotonic()
+        if now < self._dazed_until or now - self._awake > 2 * self._interval:
+            del self.workers[name]
+            self._absent[name] = now
+        else:
+            self._gone(name, "connection lost")
+
     # --- losses ----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Notices silence: a hung worker, a host that vanished without a word."""
-        interval = self.settings.heartbeat_timeout / 5
         while True:
-            before = time.monotonic()
-            await asyncio.sleep(interval)
-            now = time.monotonic()
+            await asyncio.sleep(self._interval)
+            before, now = self._awake, time.monotonic()
+            self._awake = now
             for peer in [*self.workers.values(), *self.hosts.values()]:
                 peer.send({"type": "beat"})
-            if now - before > 2 * interval:  # we were asleep ourselves: nobody's silence counts
+            if now - before > 2 * self._interval:  # we were asleep ourselves: nobody's silence counts
+                self._dazed_until = now + self.settings.heartbeat_timeout
                 for peer in [*self.workers.values(), *self.hosts.values()]:
                     peer.heard = now
                 continue
             self._look_for_silence(now)
             self._look_for_absence(now)
+            self._look_for_disagreement()
 
     def _look_for_silence(self, now: float) -> None:
         limit = self.settings.heartbeat_timeout
@@ -279,6 +295,12 @@ class Coordinator:
             self.stopped.set()
         self._advance()
 
+    def _look_for_disagreement(self) -> None:
+        members = self.generation.workers if self.generation is not None else []
+        doings = {n: d for n in members if n in self.workers and (d := self.workers[n].doing) is not None}
+        if (text := compose.disagreement(doings)) is not None:
+            self._stop(2, text)
+
     def _kill(self, worker: str) -> None:
         for host in self.hosts.values():
             host.send({"type": "kill", "worker": worker})
@@ -303,6 +325,8 @@ class Coordinator:
             self._gone(name, message["cause"])
         if error is None:
             return
+        if error["final"] and error.get("refused") and self.generation is not None:
+            return  # training goes on without it
         if error["final"]:
             self._stop(error["code"], error["text"])
             return
@@ -312,9 +336,11 @@ class Coordinator:
         if verdict.stop:
             self._stop(verdict.exit_code, f"{error['text'].rstrip()}\nstopped: {verdict.reason}")
 
-    def _nobody_left(self, reason: str) -> None:
+    def _nobody_left(self, host: Host, reason: str) -> None:
         if not self.workers:
             self._stop(3, f"too few workers: {reason}")
+        else:  # the run goes on without this machine
+            host.send({"type": "stop", "code": 3, "message": f"too few workers: {reason}"})
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -375,7 +401,7 @@ class Coordinator:
         waiting = [] if self.finishing else self._waiting()
         composition = compose.compose(standings=standings, waiting=waiting, target=self._target())
         for name in composition.dismissed:
-            self.workers[name].send({"type": "stop", "code": 0, "message": "left as asked"})
+            self.workers.pop(name).send({"type": "stop", "code": 0, "message": "left as asked"})
         if composition.members:
             self._announce(composition.members, composition.reason)
         elif standings:

@@ -102,6 +102,9 @@ class Membership(Protocol):
     def wishes(self) -> tuple[bool, bool]:
         """(somebody waits to join, this worker is asked to leave), for the next vote."""
 
+    def doing(self, operation: int, kind: str) -> None:
+        """What this worker is about to do, so that a disagreement can be noticed. Must cost nothing."""
+
     def formed(self) -> None:
         """The generation's group is connected: the store is no longer needed."""
 
@@ -136,6 +139,8 @@ class Solo:
 
     def wishes(self) -> tuple[bool, bool]:
         return (False, False)
+
+    def doing(self, operation: int, kind: str) -> None: ...
 
     def formed(self) -> None: ...
 

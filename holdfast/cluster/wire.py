@@ -25,6 +25,10 @@ class Refused(Exception):
     """The other side does not know the token, or does not want us; the text says why."""
 
 
+class NotHoldfast(ConnectionError):
+    """Something answers there, or nothing does, but it is no coordinator."""
+
+
 def encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
@@ -102,7 +106,7 @@ async def connect(
         check_server(greeting, reply, token, nonce)
     except (ValueError, TimeoutError) as e:
         writer.close()
-        raise ConnectionError("no holdfast coordinator answers there") from e
+        raise NotHoldfast("no holdfast coordinator answers there") from e
     except BaseException:
         writer.close()
         raise
@@ -123,7 +127,7 @@ class Line:
             check_server(greeting, self._one(), token, nonce)
         except ValueError as e:
             self.close()
-            raise ConnectionError("no holdfast coordinator answers there") from e
+            raise NotHoldfast("no holdfast coordinator answers there") from e
         except BaseException:
             self.close()
             raise

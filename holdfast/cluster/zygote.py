@@ -96,12 +96,11 @@ def run_worker(order: Order, lifeline: int) -> int:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = list(order["arguments"])
     try:
-        if order["module"]:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        _run_script(order["module"])
+        from holdfast.run import farewell
+
+        farewell()
+        return 0
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else int(e.code is not None)
     except HoldfastError as e:
@@ -113,10 +112,19 @@ def run_worker(order: Order, lifeline: int) -> int:
         print(text, file=sys.stderr)
         _tell_agent(lifeline, {"text": text[-16000:], "code": 1, "final": False})
         return 1
-    from holdfast.run import farewell
 
-    farewell()
-    return 0
+
+def _run_script(module: bool) -> None:
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as e:
+        if e.code not in (None, 0):
+            raise
 
 
 def _tell_agent(lifeline: int, error: dict[str, Any]) -> None:

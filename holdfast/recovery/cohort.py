@@ -89,6 +89,7 @@ class Cohort:
         """Carries an operation through, and returns the sum of all workers' values."""
         before = self._operation
         assert self.group is not None and before is not None
+        self.membership.doing(before, operation.kind.name.lower())
         while self._operation == before:
             try:
                 values = operation.attempt(self.group)

@@ -1,0 +1,64 @@
+"""The source of Python's own standard library, in windows of bytes: text that is already on the machine."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CORPUS_BYTES = 1_500_000
+
+
+def read_standard_library(limit: int = CORPUS_BYTES) -> bytes:
+    """The first ``limit`` bytes of the standard library's modules, in alphabetical order.
+
+    >>> len(read_standard_library(limit=1000))
+    1000
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return join_until(limit, (path.read_bytes() for path in sorted(folder.glob("*.py"))))
+
+
+def join_until(limit: int, texts: Iterable[bytes]) -> bytes:
+    """Texts one after the other, cut at ``limit`` bytes; those after the cut are not even read.
+
+    >>> join_until(5, [b"abc", b"defg", b"h"])
+    b'abcde'
+    """
+    joined = bytearray()
+    for text in texts:
+        joined += text
+        if len(joined) >= limit:
+            break
+    return bytes(joined[:limit])
+
+
+class Windows:
+    """A map-style data set: item i is the i-th window of the text, and the bytes that come next in it.
+
+    >>> data = Windows(b"abcdefg", window=3)
+    >>> len(data), [bytes(t.tolist()) for t in data[1]]
+    (2, [b'def', b'efg'])
+    """
+
+    def __init__(self, text: bytes, *, window: int) -> None:
+        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._window = window
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // self._window
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        first = i * self._window
+        piece = self._bytes[first : first + self._window + 1].long()
+        return piece[:-1], piece[1:]
+
+
+def standard_library(*, window: int, held_out: float = 0.05) -> tuple[Windows, Windows]:
+    """Windows to train on, and those of the last part of the text, held out for evaluation."""
+    text = read_standard_library()
+    cut = int(len(text) * (1 - held_out))
+    return Windows(text[:cut], window=window), Windows(text[cut:], window=window)

@@ -1,0 +1,202 @@
+"""The demo: train undisturbed, train again among kills, compare."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.cluster.agent import Agent, AgentSettings, start_zygote
+from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, kill_workers
+from holdfast.demo.show import Show
+from holdfast.demo.story import Event, Story
+from holdfast.errors import HoldfastError, UsageError
+
+SCRIPT = Path(__file__).parent / "train.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What ``holdfast demo`` was asked for.
+
+    >>> DemoSettings(workers=1, kills=0).steps
+    80
+    """
+
+    workers: int = 4
+    steps: int = 80
+    kills: int = 6
+    seed: int = 0
+    out: Path = Path("holdfast-demo")
+
+    def __post_init__(self) -> None:
+        check_kills(steps=self.steps, workers=self.workers, kills=self.kills)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One run: its story, and the hashes of each worker that finished."""
+
+    story: Story
+    results: list[dict[str, str]]
+
+    def hash_of(self, what: str) -> str:
+        """The hash all workers agree on; if they do not, there is nothing to compare."""
+        return " and ".join(sorted({result[what] for result in self.results}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Both runs, and whether they came to the same."""
+
+    settings: DemoSettings
+    undisturbed: Outcome
+    disturbed: Outcome
+    picture: Path
+
+    @property
+    def identical(self) -> bool:
+        """Weights, optimizer state and every loss; of every worker, bit for bit."""
+        one, other = self.undisturbed, self.disturbed
+        same = all(one.hash_of(what) == other.hash_of(what) for what in ("weights", "state"))
+        agreed = all(len({r["state"] for r in outcome.results}) == 1 for outcome in (one, other))
+        return same and agreed and one.story.losses == other.story.losses
+
+    @property
+    def recovery_ms_median(self) -> float | None:
+        recoveries = self.disturbed.story.recoveries_ms
+        return statistics.median(recoveries) if recoveries else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps": self.settings.steps,
+            "workers": self.settings.workers,
+            "kills": len(self.disturbed.story.deaths),
+            "recoveries_ms": [round(ms, 1) for ms in self.disturbed.story.recoveries_ms],
+            "recovery_ms_median": None if (ms := self.recovery_ms_median) is None else round(ms, 1),
+            "weights_sha256": self.disturbed.hash_of("weights"),
+            "undisturbed_sha256": self.undisturbed.hash_of("weights"),
+            "identical": self.identical,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The verdict in words."""
+        one, other = self.undisturbed, self.disturbed
+        for what, name in (("weights", "weights"), ("state", "weights and optimizer state")):
+            yield f"sha256 of {name}"
+            yield f"  undisturbed  {one.hash_of(what)}"
+            yield f"  disturbed    {other.hash_of(what)}"
+        yield f"losses: {'all' if one.story.losses == other.story.losses else 'NOT all'} the same in both runs"
+        if (ms := self.recovery_ms_median) is not None:
+            step_ms = 1000 * one.story.step_seconds
+            yield f"from a kill to the survivors' next step: {ms:.0f} ms (median); a step alone: {step_ms:.0f} ms"
+        yield f"loss curves: {self.picture}"
+
+    def headline(self) -> str:
+        kills = len(self.disturbed.story.deaths)
+        happened = f"{kills} {'worker' if kills == 1 else 'workers'} killed"
+        return f"{happened}: {'weights identical, bit for bit' if self.identical else 'NOT identical'}"
+
+
+def run_demo(settings: DemoSettings, show: Show) -> Verdict:
+    plan = choose_kills(steps=settings.steps, workers=settings.workers, kills=settings.kills, seed=settings.seed)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"cannot write to {settings.out}: {e.strerror}", hint="--out another folder") from e
+    try:
+        with start_zygote() as zygote:  # torch is imported once for both runs
+            undisturbed = _train("undisturbed", [], settings, show, zygote)
+            disturbed = _train("disturbed", plan, settings, show, zygote)
+    finally:
+        show.close()
+    picture = settings.out / "loss.png"
+    verdict = Verdict(settings=settings, undisturbed=undisturbed, disturbed=disturbed, picture=picture)
+    from holdfast.demo.plot import plot_losses  # matplotlib takes a second to import
+
+    plot_losses(picture, undisturbed=undisturbed.story, disturbed=disturbed.story, title=verdict.headline())
+    return verdict
+
+
+def _train(name: str, plan: Sequence[Kill], settings: DemoSettings, show: Show, zygote: socket.socket) -> Outcome:
+    folder = settings.out / name
+    for old in (*folder.glob("*.jsonl"), *folder.glob("worker-*.log")):
+        old.unlink()  # of an earlier demo: events and results are appended to
+    results = folder / "results.jsonl"
+    options = ["--steps", str(settings.steps), "--seed", str(settings.seed), "--results", str(results.absolute())]
+    agent_settings = AgentSettings(
+        command=[str(SCRIPT), *options],
+        workers=settings.workers,
+        max_restarts=settings.kills + settings.workers,
+        log_dir=folder,
+        environment={"OMP_NUM_THREADS": "1"},  # exactness needs the same number of threads everywhere
+        quiet=True,
+    )
+    story = Story(steps=settings.steps)
+    show.begin(name, story)
+    code = asyncio.run(_perform(agent_settings, zygote, plan, story, show))
+    if code or not results.exists():
+        raise _failure(name, code, story.over, folder)
+    lines = results.read_text().splitlines()
+    return Outcome(story=story, results=[json.loads(line) for line in lines])
+
+
+def _failure(name: str, code: int, reason: str, folder: Path) -> HoldfastError:
+    if code >= 128:  # a signal: Ctrl-C, most likely
+        error = HoldfastError(f"the {name} run was stopped, so there is nothing to compare")
+    else:
+        error = HoldfastError(f"the {name} run failed: {reason or f'exit code {code}'}", hint=f"see {folder}")
+    error.exit_code = code or 1
+    return error
+
+
+async def _perform(
+    settings: AgentSettings, zygote: socket.socket, plan: Sequence[Kill], story: Story, show: Show
+) -> int:
+    """Runs an agent, and beside it the narrator and the killer, in one event loop."""
+    agent = Agent(settings, zygote=zygote, say=show.tell)
+    news = Tail(settings.log_dir / "events.jsonl")
+
+    def narrate() -> None:
+        for event in news.read():
+            if (sentence := story.hear(event)) is not None:
+                show.tell(sentence)
+        show.tick()
+
+    async def keep_narrating() -> None:
+        while True:
+            narrate()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async with asyncio.TaskGroup() as group:  # an error in one ends the others, and the agent its workers
+        others = [
+            group.create_task(keep_narrating()),
+            group.create_task(kill_workers(plan, agent, story, show.tell)),
+        ]
+        code = await agent.run()
+        for task in others:
+            task.cancel()
+    narrate()
+    return code
+
+
+class Tail:
+    """Reads what has been appended to a file of JSON lines since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[Event]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]

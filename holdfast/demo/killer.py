@@ -1,0 +1,90 @@
+"""Kills workers: when and whom is a pure function of the seed, the killing is at the edge."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.cluster.agent import Agent
+from holdfast.demo.story import Story
+from holdfast.errors import UsageError
+
+CALM_STEPS = 2  # at either end: nobody dies before there is a curve, nor when no step is left to recover in
+STEPS_PER_KILL = 4  # so that a recovery, and usually the replacement's arrival, shows before the next kill
+POLL_SECONDS = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Whom to kill when: a member's rank, ``moment`` of the way through a step."""
+
+    step: int
+    rank: int
+    moment: float
+
+
+def choose_kills(*, steps: int, workers: int, kills: int, seed: int) -> list[Kill]:
+    """Random kills, one in each of as many equal stretches of the run, never close to the next one.
+
+    >>> [(kill.step, kill.rank) for kill in choose_kills(steps=80, workers=4, kills=3, seed=0)]
+    [(20, 3), (48, 3), (70, 2)]
+    """
+    check_kills(steps=steps, workers=workers, kills=kills)
+    dice = random.Random(seed)
+    stretch = (steps - 2 * CALM_STEPS) / max(1, kills)
+    chosen = []
+    for number in range(kills):
+        first = CALM_STEPS + number * stretch
+        # Only the first part of a stretch: the rest is for the recovery and the replacement.
+        step = int(first + dice.random() * (stretch - STEPS_PER_KILL + 1))
+        chosen.append(Kill(step=step, rank=dice.randrange(workers), moment=dice.random()))
+    return chosen
+
+
+def check_kills(*, steps: int, workers: int, kills: int) -> None:
+    """Refuses what cannot be shown."""
+    if kills and workers < 2:
+        raise UsageError("with one worker a kill leaves nobody to go on", hint="--workers 2 or more, or --kills 0")
+    needed = 2 * CALM_STEPS + STEPS_PER_KILL * kills
+    if kills and steps < needed:
+        most = (steps - 2 * CALM_STEPS) // STEPS_PER_KILL
+        fewer = f"--kills {most}" if most > 0 else "--kills 0"
+        raise UsageError(
+            f"--steps {steps} is too few for --kills {kills}", hint=f"--steps {needed} or more, or {fewer}"
+        )
+
+
+async def kill_workers(plan: Sequence[Kill], agent: Agent, story: Story, tell: Callable[[str], None]) -> None:
+    """Carries the plan out on an agent's workers; the rest of it is dropped when the run is nearly over."""
+    for kill in plan:
+        await _until(lambda kill=kill: story.step >= kill.step and may_kill(story))  # type: ignore[misc]
+        await asyncio.sleep(kill.moment * story.step_seconds)
+        await _until(lambda: may_kill(story))  # things may have changed in the meantime
+        if story.step > story.steps - CALM_STEPS:
+            return
+        victim = story.members[kill.rank % len(story.members)]
+        worker = agent.workers.get(victim)
+        if worker is None or worker.pid is None:
+            continue  # it has ended by itself, which the story is about to hear
+        at = time.time()
+        os.kill(worker.pid, signal.SIGKILL)
+        tell(story.killed(victim, at))
+
+
+def may_kill(story: Story) -> bool:
+    """Not while a kill is being recovered from, and never the last member.
+
+    >>> may_kill(Story(steps=9, members=["0.0", "0.1"])), may_kill(Story(steps=9, members=["0.0"]))
+    (True, False)
+    """
+    return len(story.members) > 1 and not story.recovering
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(POLL_SECONDS)

@@ -1,0 +1,126 @@
+"""What is known of a run so far: its events, and the demo's own kills, put together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+Event = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Death:
+    """A worker that the demo has killed, and what came of it."""
+
+    worker: str
+    step: int  # the step that was under way
+    at: float  # time.time() just before os.kill
+    noticed_ms: float | None = None
+    generation: int | None = None  # the first one without the dead worker
+    recovered_ms: float | None = None
+
+
+@dataclass(kw_only=True)
+class Story:
+    """Hears the events of one run in order; what is worth telling comes back as a sentence.
+
+    >>> story = Story(steps=2)
+    >>> story.hear({"event": "generation", "t": 1.0, "number": 1, "workers": ["0.0", "0.1"]})
+    '2 workers train together: 0.0, 0.1'
+    >>> story.hear({"event": "commit", "t": 2.0, "worker": "0.1", "step": 0, "loss": 5.5, "generation": 1})
+    >>> story.step, story.loss
+    (1, 5.5)
+    """
+
+    steps: int
+    generation: int = 0
+    members: list[str] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)  # when each step was first committed
+    deaths: list[Death] = field(default_factory=list)
+    over: str = ""  # why the run was stopped, if it was
+
+    @property
+    def step(self) -> int:
+        """The step under way: how many are committed."""
+        return len(self.losses)
+
+    @property
+    def loss(self) -> float | None:
+        return self.losses.get(self.step - 1)
+
+    @property
+    def recovering(self) -> bool:
+        return any(death.recovered_ms is None for death in self.deaths)
+
+    @property
+    def recoveries_ms(self) -> list[float]:
+        return [death.recovered_ms for death in self.deaths if death.recovered_ms is not None]
+
+    @property
+    def step_seconds(self) -> float:
+        return median_gap(list(self.times.values()))
+
+    def hear(self, event: Event) -> str | None:
+        hearers: dict[str, Callable[[Event], str | None]] = {
+            "generation": self._generation,
+            "failure": self._failure,
+            "commit": self._commit,
+            "stop": self._stop,
+        }
+        hearer = hearers.get(event["event"])
+        return None if hearer is None else hearer(event)
+
+    def killed(self, worker: str, at: float) -> str:
+        self.deaths.append(Death(worker=worker, step=self.step, at=at))
+        return f"kill -9: worker {worker} dies in step {self.step}"
+
+    def _generation(self, event: Event) -> str | None:
+        before, self.members = self.members, list(event["workers"])
+        self.generation = event["number"]
+        for death in self.deaths:
+            if death.generation is None and death.worker not in self.members:
+                death.generation = self.generation
+        joined = [worker for worker in self.members if worker not in before]
+        if not joined:
+            return None
+        if not before:
+            return f"{len(joined)} workers train together: {', '.join(joined)}"
+        return f"worker {', '.join(joined)} joins: {len(self.members)} workers from step {self.step} on"
+
+    def _failure(self, event: Event) -> str | None:
+        for death in self.deaths:
+            if death.worker == event["worker"] and death.noticed_ms is None:
+                death.noticed_ms = 1000 * (event["t"] - death.at)
+                return None
+        return f"worker {event['worker']} is lost, and not by the demo: {event['cause']}"
+
+    def _commit(self, event: Event) -> str | None:
+        self.losses.setdefault(event["step"], event["loss"])
+        self.times.setdefault(event["step"], event["t"])
+        # A recovery is timed from just before os.kill to the first commit of a survivor in the first
+        # generation without the dead worker: it has the detection, the regrouping and the redone step in
+        # it. Commits of the old generation that were under way at the kill do not count.
+        for death in self.deaths:
+            if death.recovered_ms is None and death.generation and event["generation"] >= death.generation:
+                death.recovered_ms = 1000 * (event["t"] - death.at)
+                count = len(self.members)
+                left = f"{count} survivors commit" if count > 1 else "the survivor commits"
+                return f"{left} step {event['step']} {death.recovered_ms:.0f} ms after the kill"
+        return None
+
+    def _stop(self, event: Event) -> None:
+        self.over = event["message"]
+
+
+def median_gap(times: Sequence[float]) -> float:
+    """The median time between one moment and the next.
+
+    >>> median_gap([1.0, 2.0, 3.0, 7.0])
+    1.0
+    """
+    gaps = [after - before for before, after in pairwise(times)]
+    return statistics.median(gaps) if gaps else 0.0

@@ -1,0 +1,165 @@
+"""The reduction over workers: exact means the bits of one worker, fast means close to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.engine.gradients import Bucket, make_buckets
+from holdfast.engine.reduce import Reduction, slices
+from holdfast.errors import Broken
+from holdfast.plan.shares import shares
+from tests.engine.memory_group import on_workers
+
+SHAPES = [(3, 5), (7,), (1,), (), (2, 2)]
+UNUSED = 1  # this parameter's hook never fires
+LIMIT = 64  # bytes: several buckets, one of them smaller than the number of workers
+
+Gradients = list[list[torch.Tensor]]
+
+
+def gradients(micro_batches: int, seed: int = 0) -> Gradients:
+    """Of very different sizes, so that the order of additions shows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(shape: tuple[int, ...]) -> torch.Tensor:
+        exponents = torch.randint(-10, 10, shape, generator=generator)
+        return torch.randn(shape, generator=generator) * 2.0**exponents
+
+    return [[one(shape) for shape in SHAPES] for _ in range(micro_batches)]
+
+
+class Worker:
+    """Parameters and buckets of one worker, from attempt to attempt."""
+
+    def __init__(self) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        self.buckets = make_buckets(self.parameters, LIMIT)
+
+    def bucket_of(self, p: nn.Parameter) -> Bucket:
+        return next(b for b in self.buckets if any(q is p for q in b.parameters))
+
+    def attempt(self, group: Any, leaves: Gradients, *, exact: bool) -> list[torch.Tensor]:
+        reduction = Reduction(self.buckets, group, shares(len(leaves), group.size), exact=exact)
+        try:
+            for index in reduction.share:
+                last = index == reduction.share[-1]
+                reduction.before(index)
+                for number, p in reversed(list(enumerate(self.parameters))):
+                    assert p.grad is not None
+                    p.grad.add_(leaves[index][number])
+                    if last and number != UNUSED:
+                        reduction.gradient_ready(self.bucket_of(p).number)
+                if not last:
+                    reduction.after(index)
+            reduction.flush()
+            reduction.finish()
+            return [p.grad.clone() for p in self.parameters if p.grad is not None]
+        finally:
+            reduction.release()
+
+
+def reduced(workers: int, leaves: Gradients, *, exact: bool) -> list[list[torch.Tensor]]:
+    """Each worker's result of its second attempt: the first leaves used slabs behind."""
+
+    def work(group: Any) -> list[torch.Tensor]:
+        worker = Worker()
+        worker.attempt(group, gradients(len(leaves), seed=99), exact=exact)
+        return worker.attempt(group, leaves, exact=exact)
+
+    return on_workers(workers, work)
+
+
+def tree_of(values: list[torch.Tensor]) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0]
+    half = 1 << (len(values) - 1).bit_length() - 1
+    return tree_of(values[:half]) + tree_of(values[half:])
+
+
+def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("micro_batches", range(1, 10))
+def test_exact_sums_are_those_of_the_tree_on_any_number_of_workers(micro_batches: int) -> None:
+    leaves = gradients(micro_batches)
+    expected = [tree_of([leaf[number] for leaf in leaves]) for number in range(len(SHAPES))]
+    for workers in range(1, 6):
+        for result in reduced(workers, leaves, exact=True):
+            assert same_bits(result, expected), f"{workers} workers"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 9])
+def test_fast_sums_are_close_and_the_same_on_every_worker(micro_batches: int) -> None:
+    leaves = gradients(micro_batches)
+    expected = [sum(leaf[number].double() for leaf in leaves).float() for number in range(len(SHAPES))]
+    for workers in range(1, 6):
+        results = reduced(workers, leaves, exact=False)
+        assert all(same_bits(result, results[0]) for result in results)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(results[0], expected, strict=True))
+
+
+def test_fast_sums_do_depend_on_the_workers() -> None:
+    """The control: the gradients are such that another order of additions shows."""
+    leaves = gradients(9)
+    assert not same_bits(reduced(1, leaves, exact=False)[0], reduced(4, leaves, exact=False)[0])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_attempts_need_no_more_memory_than_the_first(exact: bool) -> None:
+    def work(group: Any) -> tuple[list[int], list[int]]:
+        worker, leaves = Worker(), gradients(7)
+        counts = []
+        for _ in range(2):
+            worker.attempt(group, leaves, exact=exact)
+            counts.append([len(b.free) for b in worker.buckets])
+        assert all(len({id(s) for s in b.free}) == len(b.free) for b in worker.buckets), "a slab is twice in the pool"
+        assert all(p.grad is None for p in worker.parameters)
+        return counts[0], counts[1]
+
+    for first, second in on_workers(3, work):
+        assert first == second
+
+
+class BreakingGroup:
+    """Two workers, one of which is lost after so many transfers."""
+
+    rank, size = 0, 2
+
+    def __init__(self, transfers: int) -> None:
+        self.left = transfers
+
+    def check(self) -> None: ...
+
+    def start(self, sends: Any, receives: Any) -> list[Any]:
+        self.left -= 1
+        if self.left < 0:
+            raise Broken("lost")
+        return []
+
+    def finish(self, works: Any) -> None:
+        if self.left <= 1:
+            raise Broken("lost")
+
+
+@pytest.mark.parametrize("transfers", range(4))
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_attempt_that_breaks_leaves_no_trace_in_the_next(transfers: int, exact: bool) -> None:
+    worker, leaves = Worker(), gradients(7)
+    (clean,) = reduced(1, leaves, exact=exact)
+    with pytest.raises(Broken):
+        worker.attempt(BreakingGroup(transfers), leaves, exact=exact)
+    assert all(p.grad is None for p in worker.parameters)
+    (result,) = on_workers(1, lambda group: worker.attempt(group, leaves, exact=exact))
+    assert same_bits(result, clean)
+
+
+def test_slices_are_consecutive_and_complete() -> None:
+    for size in range(12):
+        for owners in range(1, 6):
+            found = [i for part in slices(size, owners) for i in range(part.start, part.stop)]
+            assert found == list(range(size))

@@ -1,0 +1,109 @@
+"""Errors in the user's script: said once, in words, and not restarted for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import launch
+
+HEAD = """
+import torch, holdfast
+from torch import nn
+from torch.utils.data import TensorDataset
+data = TensorDataset(torch.ones(64, 4), torch.ones(64, 1))
+settings = dict(layers=nn.Linear(4, 1), loss=nn.functional.mse_loss, data=data, global_batch=16, micro_batch=4,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+"""
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(HEAD + text)
+    return path
+
+
+def test_a_crash_on_every_worker_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, "for step in holdfast.Run(**settings).steps(9): {}['no such key']\n")
+    result = launch(tmp_path, script=path)
+    shown = capsys.readouterr().err
+    assert result.code == 1
+    assert shown.count("KeyError: 'no such key'") == 1
+    assert 'script.py", line' in shown
+    assert not any("KeyError" in line for line in result.said)
+
+
+def test_a_crash_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = launch(tmp_path, script=script(tmp_path, "import no_such_module\n"))
+    assert result.code == 1
+    assert capsys.readouterr().err.count("No module named 'no_such_module'") == 1
+
+
+def test_a_single_crash_is_survived(tmp_path: Path, undisturbed) -> None:
+    result = launch(tmp_path, faults="raise worker=0.1 step=4 phase=forward", environment={"STEPS": "10"})
+    assert result.code == 0
+    assert result.sha256 == undisturbed(10).sha256
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("holdfast.Run(**settings | {'global_batch': 15})", 2, "global_batch=15 is not a multiple"),
+        ("holdfast.Run(**settings | {'data': range(3)})", 2, "fewer than global_batch=16"),
+        ("holdfast.Run(**settings | {'layers': nn.BatchNorm1d(4)})", 2, "use GroupNorm or LayerNorm"),
+        (
+            "list(holdfast.Run(**settings | {'loss': lambda y, t: y.mean() * float('nan')}).steps(5))",
+            1,
+            "the loss is nan at step 0, micro-batch",
+        ),
+        (
+            "run = holdfast.Run(**settings)\nfor step in run.steps(3):\n"
+            "    if step.is_first_worker: run.evaluate(data)",
+            2,
+            "on every worker, not only on the first",
+        ),
+    ],
+)
+def test_bad_use_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int, said: str
+) -> None:
+    result = launch(tmp_path, script=script(tmp_path, text + "\n"), workers=2)
+    shown = capsys.readouterr().err.strip()
+    assert result.code == code
+    assert said in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_workers_that_differ_do_not_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import os\nlist(holdfast.Run(**settings | {'seed': int(os.environ['RANK'])}).steps(3))\n"
+    result = launch(tmp_path, script=script(tmp_path, text), workers=2)
+    assert result.code == 2
+    assert "does not train the same as" in capsys.readouterr().err
+
+
+def test_a_script_without_run_just_runs(tmp_path: Path) -> None:
+    text = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+    result = launch(tmp_path, script=script(tmp_path, text), workers=2)
+    assert result.code == 0
+    assert sorted(result.said) == ["[0.0] rank 0 of 2", "[0.1] rank 1 of 2"]
+
+
+LATE = """
+run = holdfast.Run(**settings)
+values = [run.evaluate(data)]
+for epoch in range(1, 9):
+    for step in run.steps(4 * epoch):
+        import time; time.sleep(0.02)
+    values.append(run.evaluate(data))
+print('values', [round(value, 9) for value in values], flush=True)
+"""
+
+
+def test_a_late_joiner_sees_past_evaluations(tmp_path: Path) -> None:
+    """Its script runs through loops that are over; it must decide as the others did."""
+    result = launch(tmp_path, script=script(tmp_path, LATE), faults="kill worker=0.1 step=3 phase=vote")
+    assert result.code == 0
+    shown = {line.split(" ", 1)[0]: line.split("values")[1] for line in result.said if "values" in line}
+    assert "[0.3]" in shown, f"the replacement came too late to see anything: {result.said}"
+    assert len(set(shown.values())) == 1, shown

@@ -1,0 +1,202 @@
+"""Disturbances from outside: coordinator, zygote, agent, strangers, preemption, random kills."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster.agent import Agent
+from holdfast.cluster.events import read_events
+from tests.faults.test_sweep import assert_nothing_lost
+from tests.harness import count_events, launch, until
+
+SLOW = {"STEPS": "60", "WANTED": "99"}  # 20 ms a step: time to be disturbed
+
+
+async def training(agent: Agent, step: int = 3) -> None:
+    path = agent.settings.log_dir / "events.jsonl"
+    await until(lambda: path.exists() and count_events(agent, "commit", step=step))
+
+
+def kill_coordinator(agent: Agent) -> None:
+    assert agent.coordinator is not None
+    os.kill(agent.coordinator.pid, signal.SIGKILL)
+
+
+def test_training_goes_on_without_a_coordinator(tmp_path: Path, undisturbed) -> None:
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        kill_coordinator(agent)
+
+    result = launch(tmp_path, environment=SLOW, meddle=meddle)
+    assert_nothing_lost(result, undisturbed(60))
+    assert result.of("coordinator-restart")
+    assert len(result.of("generation")) == 1, "workers re-registered: nobody had to regroup"
+
+
+@pytest.mark.parametrize("order", ["coordinator first", "worker first"])
+def test_coordinator_and_worker_killed_together(tmp_path: Path, undisturbed, order: str) -> None:
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        if order == "coordinator first":
+            kill_coordinator(agent)
+        os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
+        if order == "worker first":
+            kill_coordinator(agent)
+
+    result = launch(tmp_path, environment=SLOW, meddle=meddle)
+    assert_nothing_lost(result, undisturbed(60))
+    assert {"0.0", "0.2"} <= {r["worker"] for r in result.results}
+
+
+def test_a_hung_coordinator_stops_nobody(tmp_path: Path, undisturbed) -> None:
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        assert agent.coordinator is not None
+        os.kill(agent.coordinator.pid, signal.SIGSTOP)
+        await training(agent, 50)
+        os.kill(agent.coordinator.pid, signal.SIGCONT)
+
+    result = launch(tmp_path, environment=SLOW, meddle=meddle)
+    assert_nothing_lost(result, undisturbed(60))
+    assert len(result.of("generation")) == 1
+
+
+def test_workers_outlive_the_zygote(tmp_path: Path, undisturbed) -> None:
+    """The harness's own zygote is for all tests; this run gets one to kill."""
+    from holdfast.cluster import agent as agent_module
+    from tests import harness
+
+    kept, harness._zygote[:] = harness._zygote[:], [agent_module.start_zygote()]
+    try:
+
+        async def meddle(agent: Agent) -> None:
+            await training(agent)
+            parent = int(Path(f"/proc/{agent.workers['0.0'].pid}/stat").read_text().split()[3])
+            os.kill(parent, signal.SIGKILL)
+            await asyncio.sleep(0.1)
+            os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
+
+        result = launch(tmp_path, environment={**SLOW, "STEPS": "150"}, meddle=meddle)
+    finally:
+        harness._zygote[:] = kept
+    assert result.code == 0
+    assert result.of("zygote-restart")
+    assert {"0.0", "0.2", "0.3"} <= {r["worker"] for r in result.results}, "the replacement came from a new one"
+    assert result.sha256 == undisturbed(150).sha256
+
+
+def test_sigterm_is_a_preemption_notice(tmp_path: Path) -> None:
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    result = launch(tmp_path, environment=SLOW, meddle=meddle)
+    assert result.code == 128 + signal.SIGTERM
+    assert not result.of("failure"), "leaving is no failure"
+    last = {e["worker"]: e["step"] for e in result.of("commit")}
+    assert len(set(last.values())) == 1, f"all left at the same boundary: {last}"
+
+
+def test_a_worker_that_leaves_is_not_missed(tmp_path: Path, undisturbed) -> None:
+    """A notice to a single worker, as an agent of another machine would give it."""
+
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        agent.workers["0.0"].lifeline.send(b"leave\n")
+
+    result = launch(tmp_path, environment=SLOW, meddle=meddle)
+    assert result.sha256 == undisturbed(60).sha256
+    assert not result.of("failure")
+    assert {r["worker"] for r in result.results} == {"0.1", "0.2"}
+
+
+def test_strangers_disturb_nothing(tmp_path: Path, undisturbed) -> None:
+    """A thousand connections, garbage, silence and wrong tokens, to every port that listens."""
+
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        ports = {agent._address[1], *(p for w in agent.workers.values() for p in listening_ports(w.pid))}
+        assert len(ports) == 4, f"the coordinator and a port a worker: {ports}"
+        rng = random.Random(0)
+        held = []
+        for number in range(1000):
+            stranger = socket.create_connection(("127.0.0.1", rng.choice(sorted(ports))))
+            stranger.send([rng.randbytes(200), b"GET / HTTP/1.0\r\n\r\n", b'{"nonce": 1, "hello": {}}\n'][number % 3])
+            held.append(stranger)
+            if number % 50 == 0:
+                await asyncio.sleep(0)
+        await training(agent, 45)
+        for stranger in held:
+            stranger.close()
+
+    result = launch(tmp_path, environment=SLOW, meddle=meddle, faults="kill worker=0.1 step=30 phase=vote")
+    assert_nothing_lost(result, undisturbed(60))
+    assert [e["worker"] for e in result.of("failure")] == ["0.1"]
+
+
+def listening_ports(pid: int | None) -> list[int]:
+    """Ports on which a process listens, and an assertion that it does so on loopback alone."""
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except OSError:
+            continue
+    ports = []
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            assert fields[1].startswith("0100007F:"), f"listens on {fields[1]}"
+            ports.append(int(fields[1].split(":")[1], 16))
+    return ports
+
+
+def test_too_few_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faults = "; ".join(f"kill worker=0.{i} step=4 phase=update" for i in range(2))
+    result = launch(tmp_path, workers=2, faults=faults, environment={"STEPS": "10"})
+    assert result.code == 3
+    assert "nobody is left who holds the model" in capsys.readouterr().err
+
+
+def test_no_restarts_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before there is a state to lose: the workers die as they start."""
+    result = launch(tmp_path, workers=1, faults="kill worker=0.0 phase=regroup", max_restarts=0)
+    assert result.code == 3
+    assert "too few workers" in capsys.readouterr().err
+
+
+def test_missing_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = launch(tmp_path, workers=1, minimum_hosts=2, maximum_hosts=2, patience=0.5)
+    assert result.code == 3
+    assert "1 of at least 2 hosts" in capsys.readouterr().err
+
+
+def test_random_kills(tmp_path: Path, undisturbed, request: pytest.FixtureRequest) -> None:
+    """A seeded soak: `--soak N` scenarios of 3 to 6 kills at any moment, hangs among them."""
+    for seed in range(request.config.getoption("--soak")):
+        rng = random.Random(seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+
+        async def meddle(agent: Agent, rng: random.Random = rng) -> None:
+            path = agent.settings.log_dir / "events.jsonl"
+            await training(agent, 2)
+            for _ in range(rng.randint(3, 6)):
+                await asyncio.sleep(rng.uniform(0.0, 0.4))
+                members = [e for e in read_events(path) if e["event"] == "generation"][-1]["workers"]
+                alive = [w for w in agent.workers.values() if w.name in members]
+                entered = {e["worker"] for e in read_events(path) if e["event"] == "entered"}
+                holders = [w for w in alive if w.name in entered]
+                if len(holders) > 1 and not agent._finishing:
+                    victim = rng.choice(holders)
+                    os.kill(victim.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+
+        result = launch(folder, workers=4, environment={**SLOW, "STEPS": "120"}, meddle=meddle)
+        assert_nothing_lost(result, undisturbed(120))
