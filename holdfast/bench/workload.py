@@ -1,4 +1,4 @@
-"""Stand-in workload for the peers: a byte-level GPT made of plain torch modules."""
+"""What every contestant trains: a byte-level GPT of plain torch modules on random text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ VOCABULARY = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--width", type=int, default=128)
+    """The size of the workload; every contestant takes the same arguments."""
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
 
 
 class ByteGPT(nn.Module):
+    """One module, as most people's models are: contestants get no help from its layers."""
+
     def __init__(self, width: int, depth: int, seq: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(0.02 * torch.randn(seq, width))
         layer = nn.TransformerEncoderLayer(
-            width, max(1, width // 64), 4 * width, dropout=0.0,
-            activation="gelu", batch_first=True, norm_first=True,
+            width,
+            max(1, width // 64),
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
         self.blocks = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(width, VOCABULARY)
@@ -34,7 +42,8 @@ class ByteGPT(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
         hidden = self.tokens(text) + self.positions[: text.shape[1]]
-        return self.head(self.blocks(hidden, mask=mask, is_causal=True))
+        logits: Tensor = self.head(self.blocks(hidden, mask=mask, is_causal=True))
+        return logits
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
@@ -42,10 +51,15 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     return ByteGPT(args.width, args.depth, args.seq)
 
 
-def make_batch(args: argparse.Namespace, step: int, index: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(args.seed + 1_000_003 * step + index)
-    text = torch.randint(VOCABULARY, (args.micro_batch, args.seq + 1), generator=generator)
+def make_text(args: argparse.Namespace, place: int, samples: int) -> tuple[Tensor, Tensor]:
+    """``samples`` texts and what follows each byte; random, but the same whenever asked."""
+    generator = torch.Generator().manual_seed(args.seed + place)
+    text = torch.randint(VOCABULARY, (samples, args.seq + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
+
+
+def make_batch(args: argparse.Namespace, step: int, index: int) -> tuple[Tensor, Tensor]:
+    return make_text(args, 1_000_003 * step + index, args.micro_batch)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:

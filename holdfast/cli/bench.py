@@ -1,2 +1,57 @@
+"""``holdfast bench``: races against peers, in one run, as ratios."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
 import typer
-app = typer.Typer()
+
+app = typer.Typer(
+    help="Races against peers, interleaved in one run, as ratios. Peers are installed under .bench/.",
+    no_args_is_help=True,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each contestant runs.")]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@app.command()
+def overhead(
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+    rounds: Rounds = 8,
+    steps: Annotated[int, typer.Option(min=6)] = 40,
+    json: Json = False,
+) -> None:
+    """Failure-free throughput against plain DDP and torchft, on the same model and batch."""
+    from holdfast.bench import overhead as bench
+    from holdfast.bench.race import Shape
+    from holdfast.bench.report import publish
+
+    results, bars = bench.race(shape=Shape(workers=workers), rounds=rounds, steps=steps, say=_say)
+    columns = {"samples_per_s": "samples/s: median (range)", "of_ddp": "of DDP in the same round"}
+    raise typer.Exit(0 if publish("overhead", results, bars, columns=columns, as_json=json) else 1)
+
+
+@app.command()
+def recovery(
+    workers: Annotated[int, typer.Option(min=2)] = 3,
+    rounds: Rounds = 5,
+    json: Json = False,
+) -> None:
+    """Time to the next step after a SIGKILL: holdfast, torchft as it comes and tuned, torchrun."""
+    from holdfast.bench import recovery as bench
+    from holdfast.bench.race import Shape
+    from holdfast.bench.report import publish
+
+    shape = Shape(workers=workers, micro_batches=2, micro_batch=2, width=128)
+    results, bars = bench.race(shape=shape, rounds=rounds, say=_say)
+    columns = {
+        "recovery_ms": "ms to the next step: median (range)",
+        "of_holdfast": "times holdfast's",
+        "beyond_redone_step_ms": "ms beyond the redone step",
+    }
+    raise typer.Exit(0 if publish("recovery", results, bars, columns=columns, as_json=json) else 1)

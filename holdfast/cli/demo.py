@@ -34,7 +34,7 @@ def demo(
     on_terminal = console.is_terminal and not as_json
     show: Show = LiveShow(console) if on_terminal else PlainShow(sys.stderr if as_json else sys.stdout)
     given = f"workers: {workers}, steps: {steps}, kills: {kills}"
-    console.print(f"a byte-level GPT on the source of Python's own standard library ({given})", soft_wrap=True)
+    console.print(f"a byte-level GPT on Python's own source ({given})", soft_wrap=True)
     verdict = run_demo(settings, show)
     console.print(*verdict.lines(), sep="\n", soft_wrap=True, markup=False)
     console.print(verdict.headline(), style="bold green" if verdict.identical else "bold red")

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.cluster.agent import Agent, AgentSettings, start_zygote
 from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, kill_workers
 from holdfast.demo.show import Show
-from holdfast.demo.story import Event, Story
+from holdfast.demo.story import Story, Tail
 from holdfast.errors import HoldfastError, UsageError
 
 SCRIPT = Path(__file__).parent / "train.py"
@@ -93,8 +93,10 @@ class Verdict:
             yield f"  disturbed    {other.hash_of(what)}"
         yield f"losses: {'all' if one.story.losses == other.story.losses else 'NOT all'} the same in both runs"
         if (ms := self.recovery_ms_median) is not None:
-            step_ms = 1000 * one.story.step_seconds
+            step_ms = 1000 * other.story.step_seconds  # of the same run: the machine may have been busier
             yield f"from a kill to the survivors' next step: {ms:.0f} ms (median); a step alone: {step_ms:.0f} ms"
+        if (kills := len(other.story.deaths)) < self.settings.kills:
+            yield f"the run was over after {kills} of {self.settings.kills} kills: there were too few workers to kill"
         yield f"loss curves: {self.picture}"
 
     def headline(self) -> str:
@@ -183,20 +185,3 @@ async def _perform(
             task.cancel()
     narrate()
     return code
-
-
-class Tail:
-    """Reads what has been appended to a file of JSON lines since the last time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[Event]:
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]

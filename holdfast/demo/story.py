@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
@@ -124,3 +126,20 @@ def median_gap(times: Sequence[float]) -> float:
     """
     gaps = [after - before for before, after in pairwise(times)]
     return statistics.median(gaps) if gaps else 0.0
+
+
+class Tail:
+    """Reads what has been appended to a file of JSON lines since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[Event]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]

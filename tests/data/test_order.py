@@ -83,17 +83,19 @@ def test_without_shuffle_samples_come_in_order() -> None:
     assert samples_of_epoch(order, 1) == list(range(7))
 
 
-BIASED = pytest.mark.xfail(strict=True, reason="order.py: six Feistel rounds on a few bits are too few")
+BIASED = pytest.mark.xfail(
+    strict=True, reason="order.py: round keys are consecutive numbers, so the rounds of a small network are related"
+)
 
 
 @pytest.mark.parametrize(
-    ("size", "epochs"),
-    [pytest.param(10, 2000, marks=BIASED), pytest.param(64, 1000, marks=BIASED), (300, 500), (1000, 300)],
+    ("size", "epochs", "limit"),
+    [pytest.param(10, 2000, 2.0, marks=BIASED), pytest.param(64, 1000, 1.15, marks=BIASED), (1000, 300, 1.05)],
 )
-def test_a_sample_lands_anywhere_in_the_epoch_with_the_same_chance(size: int, epochs: int) -> None:
-    """Chi-squared per degree of freedom: 1 for a uniform shuffle; 1.3 is many deviations away."""
+def test_a_sample_lands_anywhere_in_the_epoch_with_the_same_chance(size: int, epochs: int, limit: float) -> None:
+    """Chi-squared per degree of freedom: 1 for a uniform shuffle; the limits are six deviations or more away."""
     counts = np.zeros((size, size))
     for epoch in range(epochs):
         counts[np.arange(size), shuffled(range(size), size, key=epoch)] += 1
     expected = epochs / size
-    assert ((counts - expected) ** 2 / expected).sum() / (size - 1) ** 2 < 1.3
+    assert ((counts - expected) ** 2 / expected).sum() / (size - 1) ** 2 < limit

@@ -159,7 +159,7 @@ def test_settings_are_a_copy() -> None:
 
 @pytest.mark.parametrize("made", [None, 3, "AdamW"])
 def test_a_factory_that_gives_no_optimizer_is_refused(made: Any) -> None:
-    with pytest.raises(UsageError, match="not an optimizer.*lambda params"):
+    with pytest.raises(UsageError, match=r"not an optimizer.*lambda params"):
         Update(parameters(), lambda ps: made)
 
 

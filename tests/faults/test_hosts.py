@@ -101,7 +101,7 @@ def test_a_whole_host_is_killed(tmp_path: Path, undisturbed) -> None:
 def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     options = ("-n", "1", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    first = start_agent(tmp_path, "first", *options, WANTED="0", STEPS="100")
+    first = start_agent(tmp_path, "first", *options, STEPS="100")
     wait_for_step(tmp_path, 1, 1)
     second = start_agent(tmp_path, "second", *options, token="guess")
     _, said = second.communicate(timeout=20)
