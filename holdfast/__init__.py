@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import HoldfastError, LossNotFinite, TooFewWorkers, UsageError
+from holdfast.errors import HoldfastError, LossNotFinite, UsageError
 
 if TYPE_CHECKING:
     from holdfast.run import Run, Step
 
 __version__ = "0.1.0"
-__all__ = ["HoldfastError", "LossNotFinite", "Run", "Step", "TooFewWorkers", "UsageError"]
+__all__ = ["HoldfastError", "LossNotFinite", "Run", "Step", "UsageError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,12 +22,6 @@ class UsageError(HoldfastError, ValueError):
     exit_code = 2
 
 
-class TooFewWorkers(HoldfastError):
-    """Not enough workers are left, or none that holds the model."""
-
-    exit_code = 3
-
-
 class LossNotFinite(HoldfastError):
     """The loss became NaN or infinite; redoing the step would give the same."""
 

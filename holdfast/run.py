@@ -95,9 +95,7 @@ class Run:
         model = LayeredModel(layers, seed=seed, device=chosen)
         if exact:
             refuse_running_statistics(model.module)
-        order = Order(
-            size=len(data), global_batch=global_batch, micro_batch=micro_batch, seed=seed, shuffle=shuffle
-        )
+        order = Order(size=len(data), global_batch=global_batch, micro_batch=micro_batch, seed=seed, shuffle=shuffle)
         update = Update(model.trainable, optimizer, schedule=schedule, clip_norm=clip_norm)
         self.engine = Engine(
             model=model,
@@ -249,14 +247,17 @@ def _check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:
             f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}",
             hint=f"global_batch={nearest} would be",
         )
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    streams = isinstance(data, torch.utils.data.IterableDataset)
+    if streams or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise UsageError(
             "data must be map-style: len(data) and data[i]", hint="a stream has no order that can be repeated"
         )
     if len(data) < global_batch:
         raise UsageError(
             f"the data set has {len(data)} samples, fewer than global_batch={global_batch}",
-            hint=f"global_batch={max(1, len(data) // micro_batch) * micro_batch} or less",
+            hint=f"global_batch={len(data) // micro_batch * micro_batch} or less"
+            if len(data) >= micro_batch
+            else f"micro_batch={len(data)} or less",
         )
 
 

@@ -130,6 +130,4 @@ async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 
 def count_events(agent: Agent, event: str, **fields: Any) -> int:
     path = agent.settings.log_dir / "events.jsonl"
-    return sum(
-        e["event"] == event and all(e.get(k) == v for k, v in fields.items()) for e in read_events(path)
-    )
+    return sum(e["event"] == event and all(e.get(k) == v for k, v in fields.items()) for e in read_events(path))

@@ -13,9 +13,7 @@ CONTESTANTS = ["ddp", "holdfast-fast", "holdfast-exact", "torchft-all"]
 WARM_UP = 4  # steps that are not counted
 
 
-def race(
-    *, shape: Shape, rounds: int, steps: int, say: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(*, shape: Shape, rounds: int, steps: int, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Bar]]:
     """Each round runs every contestant once, in an order that rotates, so that all meet the same noise."""
     speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     shutil.rmtree(BENCH / "overhead", ignore_errors=True)

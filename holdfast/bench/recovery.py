@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -20,9 +21,7 @@ KILL_AFTER = 14  # steps; the restarting peer saves every 10, so it has some to 
 GIVE_UP_SECONDS = 120.0
 
 
-def race(
-    *, shape: Shape, rounds: int, say: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(*, shape: Shape, rounds: int, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Bar]]:
     """Each round kills one worker of every contestant in the middle of a step."""
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     beyond: list[float] = []
@@ -86,4 +85,4 @@ def step_seconds(entry: Entry, *, after: float = 0.0) -> float:
     lines = [line for line in entry.lines() if line["t"] >= after]
     pid = lines[-1]["pid"]
     times = sorted(line["t"] for line in lines if line["pid"] == pid)[-6:]
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) if len(times) > 1 else 0.0
+    return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0

@@ -57,7 +57,9 @@ def publish(
         cells = [_cell(row.get(key)) for key in columns]
         table.add_row(name, *cells)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    verdicts = [f"{'ok' if bar.ok else 'MISSED'}: {name}: {bar.value:.3f} (bar {bar.bar:g})" for name, bar in bars.items()]
+    verdicts = [
+        f"{'ok' if bar.ok else 'MISSED'}: {name}: {bar.value:.3f} (bar {bar.bar:g})" for name, bar in bars.items()
+    ]
     outcome = {"bench": bench, "results": results, "bars": {n: b.to_json() for n, b in bars.items()}}
     BENCH.mkdir(exist_ok=True)
     (BENCH / f"{bench}.md").write_text("\n".join([*lines, "", *verdicts, ""]))

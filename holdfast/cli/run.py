@@ -17,9 +17,7 @@ from holdfast.errors import UsageError
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments.")],
-    workers: Annotated[
-        int, typer.Option("-n", "--nproc-per-node", min=1, help="Workers on this machine.")
-    ] = 1,
+    workers: Annotated[int, typer.Option("-n", "--nproc-per-node", min=1, help="Workers on this machine.")] = 1,
     spares: Annotated[int, typer.Option(min=0, help="Warm workers that wait to replace a lost one.")] = 0,
     nnodes: Annotated[str, typer.Option(help="Machines, as N or MIN:MAX.")] = "1",
     rdzv_endpoint: Annotated[
@@ -91,6 +89,7 @@ def read_token(path: Path | None, *, alone: bool) -> str:
         token = os.environ.get("HOLDFAST_TOKEN", "")
     if not token and not alone:
         raise UsageError(
-            "several machines need the job's token", hint="set HOLDFAST_TOKEN to the same secret on each, or --token-file"
+            "several machines need the job's token",
+            hint="set HOLDFAST_TOKEN to the same secret on each, or --token-file",
         )
     return token or new_token()

@@ -114,9 +114,7 @@ class Client:
             before = 0 if self._generation is None else self._generation.number
             self._standing = standing
             self._show(standing)
-            self._changed.wait_for(
-                lambda: self._stop or (self._generation and self._generation.number > before)
-            )
+            self._changed.wait_for(lambda: self._stop or (self._generation and self._generation.number > before))
             if self._stop:
                 raise SystemExit(self._stop["code"])
             assert self._generation is not None
@@ -221,9 +219,7 @@ class Client:
                 self._show(self._standing)
         return line
 
-    def _stay_connected(
-        self, line: Line, lifeline: socket.socket, selector: selectors.BaseSelector
-    ) -> None:
+    def _stay_connected(self, line: Line, lifeline: socket.socket, selector: selectors.BaseSelector) -> None:
         beat = self._place.heartbeat / 5
         heard = time.monotonic()
         next_beat = heard + beat

@@ -17,9 +17,7 @@ class Composition:
     reason: str
 
 
-def compose(
-    *, standings: Mapping[str, Standing], waiting: Collection[str], target: int
-) -> Composition:
+def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], target: int) -> Composition:
     """Choose the next generation from the survivors' standings and the workers that wait to join.
 
     Joiners are taken in only when every survivor stands at the same boundary between two steps:
@@ -42,11 +40,11 @@ def compose(
 
 
 def _has_newest(stay: Mapping[str, Standing], everybody: Mapping[str, Standing]) -> bool:
-    """Whether those who stay can get to the newest state without those who want to leave."""
+    """Whether somebody who stays can tell what the newest committed operation is."""
     newest = max((s.operation for s in everybody.values() if s.operation is not None), default=None)
     if newest is None:
         return True
-    return any(s.operation == newest or (s.operation == newest - 1 and s.voted) for s in stay.values())
+    return any(s.operation == newest for s in stay.values())
 
 
 def _all_at_one_boundary(standings: Mapping[str, Standing]) -> bool:
@@ -73,9 +71,7 @@ class Readiness:
     reason: str
 
 
-def first_generation(
-    *, slots: Mapping[int, int], minimum_hosts: int, waiting: Mapping[int, int]
-) -> Readiness:
+def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: Mapping[int, int]) -> Readiness:
     """The first generation begins once enough hosts are there and all their slots are filled.
 
     >>> first_generation(slots={0: 2}, minimum_hosts=1, waiting={0: 1}).reason

@@ -13,9 +13,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from typing import get_args
-
-from typing_extensions import Literal
+from typing import Literal, get_args
 
 from holdfast.errors import UsageError
 

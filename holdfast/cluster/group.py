@@ -1,8 +1,12 @@
-"""The process group of one generation: point-to-point exchange, one all-reduce, and a way out of both.
+"""The process group of one generation: point-to-point exchange, and a way out of it.
 
 A group is made, used and thrown away. Whoever gives up a generation shuts its sockets down, which
 frees itself and everybody blocked on it, within milliseconds and even if the peer is hung or its host
 has vanished. (Gloo's own ``abort`` frees nobody; with NCCL, ``abort`` does, which is untested here.)
+
+Nobody ever waits for a *send*: Gloo forgets a send whose socket breaks while it is being written, and
+whoever waits for it waits for ever. (Its collectives do that inside, so they are not used.) It is not
+needed either. A vote that succeeds proves that all that was sent before it has arrived.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,22 +30,23 @@ CONNECT = timedelta(seconds=60)  # after that an abandoned attempt to connect cl
 WAIT = timedelta(days=7)  # a slow peer is not a dead one: heartbeats tell them apart, not this
 
 Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
+SUM_TAG = 0
 
 
-class _Rendezvous(dist.Store):
+class _Rendezvous(dist.Store):  # type: ignore[name-defined]
     """Shows a generation's store to c10d, which asks for no more than this."""
 
     def __init__(self, store: membership.Store) -> None:
         super().__init__()
         self._store = store
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: bytes) -> None:
         self._store.put(key, bytes(value))
 
     def get(self, key: str) -> bytes:
         return self._store.take(key)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self._store.take(key)
 
@@ -54,6 +60,7 @@ class Group:
         self.size = len(generation.members)
         self._backend = backend
         self._sockets: dict[int, str] = {}
+        self._sent: list[Any] = []  # kept alive until a vote proves that it has arrived
         self._broken: str | None = None
 
     # --- communication ---------------------------------------------------------------------------
@@ -64,31 +71,64 @@ class Group:
             raise Broken(self._broken)
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
-        """Posts transfers and returns at once; tensors must be contiguous and stay as they are."""
+        """Posts transfers and returns the receives, to be finished. Tensors must be contiguous.
+
+        What is sent must stay as it is until the next ``vote`` has succeeded.
+        """
         self.check()
         try:
-            works = [self._backend.recv([tensor], peer, tag) for peer, tensor, tag in receives]
-            return works + [self._backend.send([tensor], peer, tag) for peer, tensor, tag in sends]
+            with self._together():
+                works = [self._backend.recv([tensor], peer, tag) for peer, tensor, tag in receives]
+                self._sent += [self._backend.send([tensor], peer, tag) for peer, tensor, tag in sends]
         except RuntimeError as e:
             raise self._gave_up(e) from e
+        return works
 
-    def finish(self, works: Sequence[Any]) -> None:
-        """Waits for posted transfers."""
-        try:
-            for work in works:
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """NCCL wants sends and receives that depend on each other in one call (untested here)."""
+        grouped = isinstance(self._backend, getattr(dist, "ProcessGroupNCCL", ()))
+        if grouped:
+            self._backend._start_coalescing(torch.device("cuda"))
+        yield
+        if grouped:
+            self._sent.append(self._backend._end_coalescing(torch.device("cuda")))
+
+    def finish(self, receives: Sequence[Any]) -> None:
+        """Waits for posted receives, all of them even if one fails: none writes into its tensor later."""
+        error: RuntimeError | None = None
+        for work in receives:
+            try:
                 work.wait()
-        except RuntimeError as e:
-            raise self._gave_up(e) from e
+            except RuntimeError as e:
+                error = error or e
+                self._gave_up(e)
+        if error is not None:
+            raise self._gave_up(error) from error
         self.check()
 
     def sum(self, values: torch.Tensor) -> None:
-        """All-reduce in place. Success means that every member has contributed."""
-        self.check()
-        if self.size > 1:
-            try:
-                self._backend.allreduce([values]).wait()
-            except RuntimeError as e:
-                raise self._gave_up(e) from e
+        """Adds up everybody's values, in place and in the order of ranks.
+
+        Every worker hears from every other: success means that all have come this far.
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        mine = values.clone()
+        heard = {rank: torch.empty_like(values) for rank in others}
+        receives = self.start(
+            [(rank, mine, SUM_TAG) for rank in others], [(rank, heard[rank], SUM_TAG) for rank in others]
+        )
+        self.finish(receives)
+        heard[self.rank] = mine
+        values.copy_(heard[0])
+        for rank in range(1, self.size):
+            values.add_(heard[rank])
+
+    def vote(self, ballot: torch.Tensor) -> None:
+        """A ``sum`` after which all that was sent before it is known to have arrived."""
+        before = len(self._sent)
+        self.sum(ballot)
+        del self._sent[:before]
 
     def _gave_up(self, error: Exception) -> Broken:
         self.abort(f"lost touch with a peer: {str(error).splitlines()[0][:200]}")
@@ -107,10 +147,8 @@ class Group:
             self._backend.abort()  # NCCL: untested here
 
     def close(self) -> None:
-        """Frees the group without making anybody wait for the ten milliseconds that takes."""
+        """Ends the group. What it holds is freed with the object, which takes Gloo ten milliseconds."""
         self.abort("closed")
-        backend, self._backend, self._sockets = self._backend, None, {}
-        threading.Thread(target=lambda kept: None, args=(backend,), daemon=True).start()
 
 
 def form(generation: Generation, worker: str, store: membership.Store | None, device: torch.device) -> Group:
@@ -145,10 +183,10 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
 def _connect(generation: Generation, rank: int, store: membership.Store, device: torch.device) -> Group:
     size = len(generation.members)
     if device.type == "cuda":  # untested here
-        nccl = dist.ProcessGroupNCCL(_Rendezvous(store), rank, size, CONNECT)
+        nccl = dist.ProcessGroupNCCL(_Rendezvous(store), rank, size, dist.ProcessGroupNCCL.Options())
         return Group(generation, rank, nccl)
     address = generation.members[rank].address
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = CONNECT
     before = set(_open_sockets().values())

@@ -57,22 +57,20 @@ def proves(token: str, message: Message, side: str, server_nonce: str, client_no
     return isinstance(shown, str) and hmac.compare_digest(shown.encode(), expected.encode())
 
 
-async def accept(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str
-) -> Message:
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Message:
     """The server's side of the handshake: returns the client's hello, or raises ``Refused``."""
     nonce = secrets.token_hex(16)
     writer.write(encode({"holdfast": 1, "nonce": nonce}))
     try:
         line = await asyncio.wait_for(reader.readline(), HANDSHAKE_SECONDS)
         answer = decode(line)
-        client_nonce = answer["nonce"]
-        hello = answer["hello"]
-    except (ValueError, KeyError, TypeError, OSError, TimeoutError, asyncio.IncompleteReadError) as e:
+        client_nonce, hello = answer["nonce"], answer["hello"]
+        if not isinstance(client_nonce, str) or not isinstance(hello, dict):
+            raise Refused("no handshake")
+        proved = proves(token, answer, "client", nonce, client_nonce)
+    except (ValueError, KeyError, TypeError, OSError, TimeoutError, RecursionError) as e:
         raise Refused("no handshake") from e
-    if not isinstance(client_nonce, str) or not isinstance(hello, dict):
-        raise Refused("no handshake")
-    if not proves(token, answer, "client", nonce, client_nonce):
+    if not proved:
         writer.write(encode({"refused": "wrong token"}))
         raise Refused("wrong token")
     writer.write(encode({"proof": proof(token, "server", nonce, client_nonce)}))
@@ -137,6 +135,8 @@ class Line:
 
     def _one(self) -> Message:
         while b"\n" not in self._buffer:
+            if len(self._buffer) > SERVER_LIMIT:
+                raise ValueError("too long for a handshake")
             self._fill()
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer = bytearray(rest)

@@ -27,7 +27,8 @@ def serve(agent: socket.socket) -> None:
     children: dict[int, int] = {}  # pidfd → pid
     _report(agent, {"ready": os.getpid()})
     while True:
-        readable, _, _ = select.select([agent, *children], [], [])
+        watching: list[Any] = [agent, *children]
+        readable, _, _ = select.select(watching, [], [])
         for watched in readable:
             if isinstance(watched, int):
                 pid = children.pop(watched)

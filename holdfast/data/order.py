@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.engine.rng import seed_of
+
 Numbers = npt.NDArray[np.uint64]
 
 ROUNDS = 6
@@ -18,7 +20,7 @@ ROUNDS = 6
 
 def _mix(values: Numbers, key: np.uint64) -> Numbers:
     """A well-known 64-bit finaliser: every input bit moves every output bit."""
-    values = values ^ key
+    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -30,6 +32,8 @@ def shuffled(positions: range, size: int, key: int) -> list[int]:
     >>> sorted(shuffled(range(10), 10, key=7))
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
+    with np.errstate(over="ignore"):
+        keys = _mix(np.arange(ROUNDS, dtype=np.uint64), np.uint64(key % 2**64))
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     values = np.arange(positions.start, positions.stop, dtype=np.uint64)
@@ -37,8 +41,7 @@ def shuffled(positions: range, size: int, key: int) -> list[int]:
     with np.errstate(over="ignore"):
         while outside.any():  # walk along the cycle until we are back below ``size``
             left, right = values[outside] >> np.uint64(half), values[outside] & mask
-            for number in range(ROUNDS):
-                round_key = np.uint64((key * 0x9E3779B97F4A7C15 + number) % 2**64)
+            for round_key in keys:
                 left, right = right, left ^ (_mix(right, round_key) & mask)
             values[outside] = (left << np.uint64(half)) | right
             outside = values >= size
@@ -82,4 +85,4 @@ class Order:
         if not self.shuffle:
             return list(positions)
         epoch = step // self.steps_per_epoch
-        return shuffled(positions, self.size, key=(self.seed << 32) + epoch)
+        return shuffled(positions, self.size, key=seed_of(self.seed, "epoch", epoch))

@@ -61,17 +61,25 @@ class Engine:
         self.used: list[int] = []  # the samples of the current attempt, for tests that count them
         self._reduction: Reduction | None = None
         self._last_backward = False
+        self._ready: set[int] = set()  # parameters whose gradient of the current micro-batch is there
         for bucket in self.buckets:
             for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(self._hook(bucket.number))
+                p.register_post_accumulate_grad_hook(self._hook(bucket.number))  # type: ignore[no-untyped-call]
 
     def _hook(self, bucket: int) -> Callable[[torch.Tensor], None]:
-        def ready(_: torch.Tensor) -> None:
+        def ready(p: torch.Tensor) -> None:
             reduction = self._reduction
-            if reduction is not None:
-                reduction.group.check()  # leaves the backward pass at once when the generation is over
-                if self._last_backward:
-                    reduction.gradient_ready(bucket)
+            if reduction is None:
+                return
+            reduction.group.check()  # leaves the backward pass at once when the generation is over
+            if id(p) in self._ready:
+                raise UsageError(
+                    "a parameter gets its gradient in several parts within one backward pass",
+                    hint="torch.utils.checkpoint with use_reentrant=False gives it whole",
+                )
+            self._ready.add(id(p))
+            if self._last_backward:
+                reduction.gradient_ready(bucket)
 
         return ready
 
@@ -87,7 +95,7 @@ class Engine:
         count = self.order.micro_batches(step)
         parts = shares(count, group.size)
         losses = [0.0] * count
-        versions = self.model.buffer_versions()
+        buffers = self.model.buffer_versions()
         self.model.module.train()
         self.used = []
         reduction = self._reduction = Reduction(self.buckets, group, parts, exact=self.exact)
@@ -97,7 +105,7 @@ class Engine:
             losses[index] = self._micro_batch(step, index, group, last=last)
             if not last:
                 reduction.after(index)
-        self._refuse_changed_buffers(versions)
+        self._refuse_changed_buffers(buffers)
         reduction.flush()
         reduction.finish()
         self.statistics.agree(group)
@@ -122,6 +130,7 @@ class Engine:
         weight = len(samples) / self.order.batch_size(step)
         faults.point("backward")
         self._last_backward = last
+        self._ready.clear()
         if not faults.sabotaged("skip-gradient"):
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         return value * weight
@@ -142,13 +151,13 @@ class Engine:
             loss = self.loss(output, targets)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UsageError("loss must give one number, the mean over the samples", hint="reduction='mean'")
-        return loss.float()
+        return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
-    def _refuse_changed_buffers(self, before: dict[str, int]) -> None:
+    def _refuse_changed_buffers(self, before: dict[str, tuple[torch.Tensor, int]]) -> None:
         if not self.exact:
             return
-        for name, version in self.model.buffer_versions().items():
-            if version != before[name]:
+        for name, (buffer, version) in self.model.buffer_versions().items():
+            if buffer is not before[name][0] or version != before[name][1]:
                 raise UsageError(
                     f"the forward pass changes buffer '{name}', so its value depends on who computes what",
                     hint="leave buffers alone while training, or numerics='fast'",
@@ -174,6 +183,8 @@ class Engine:
 
     def evaluate(self, data: Dataset, measure: Loss, group: Group | None) -> list[float]:
         """Weighted values of this worker's share of an evaluation, zero where others compute them."""
+        if len(data) == 0:
+            raise UsageError("there is nothing to evaluate: the data set is empty")
         order = Order(
             size=len(data),
             global_batch=len(data),
@@ -189,9 +200,10 @@ class Engine:
                 if group is not None:
                     group.check()
                 samples = order.samples(0, index)
+                seed_everything(seed_of(self.order.seed, "evaluation", index), self.model.device)
                 inputs, targets = self._fetch(data, samples)
                 with torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None):
-                    value = measure(self.model.module(inputs), targets)
+                    value = measure(self.model(inputs), targets)
                 values[index] = float(value) * len(samples) / len(data)
         return values
 
@@ -203,6 +215,7 @@ class Engine:
                 yield
         finally:
             self.model.module.train()
+            seed_everything(seed_of(self.order.seed, "evaluated"), self.model.device)
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -210,6 +223,8 @@ def _to(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {key: _to(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to(item, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(_to(item, device) for item in value)
     return value

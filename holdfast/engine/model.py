@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class LayeredModel:
     def __init__(self, layers: Layers, *, seed: int, device: torch.device) -> None:
         module = layers if isinstance(layers, nn.Module) else _as_module(layers)
         self.module = module.to(device)
-        self.layers = list(module) if isinstance(module, nn.Sequential) else [module]
+        self.layers = list(module) if _is_plain_list(module) else [module]
         self.seed = seed
         self.device = device
         self.trainable = [p for p in module.parameters() if p.requires_grad]
@@ -43,6 +43,12 @@ class LayeredModel:
             x = layer(x)
         return x
 
+    def __call__(self, x: Any) -> Any:
+        """The output, with whatever random numbers come."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
     def parts(self) -> list[tuple[list[nn.Parameter], list[torch.Tensor]]]:
         """Parameters and buffers of each layer; what several layers share belongs to the first."""
         seen: set[int] = set()
@@ -54,9 +60,14 @@ class LayeredModel:
             found.append((parameters, buffers))
         return found
 
-    def buffer_versions(self) -> dict[str, int]:
-        """Changes whenever a forward pass writes into a buffer."""
-        return {name: buffer._version for name, buffer in self.module.named_buffers()}
+    def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Changes whenever a forward pass writes into a buffer, or puts another in its place."""
+        return {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
+
+
+def _is_plain_list(module: nn.Module) -> TypeGuard[nn.Sequential | nn.ModuleList]:
+    """A subclass of nn.Sequential with a forward of its own is one layer: only it knows what it does."""
+    return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
 
 
 def _as_module(layers: Iterable[nn.Module]) -> nn.Module:

@@ -20,7 +20,8 @@ from holdfast.engine.gradients import Bucket, Slab
 from holdfast.plan.tree import Adder, Node, roots
 
 TAGS = 64  # message tags of one bucket: one per root that a worker sends, the last for the sum
-SUM_TAG = TAGS - 1
+TOTAL = TAGS - 1
+FIRST_TAG = 8  # smaller ones are for votes and copies
 
 
 def slices(size: int, owners: int) -> list[slice]:
@@ -98,7 +99,7 @@ class Reduction:
     # --- during the last backward pass -----------------------------------------------------------
 
     def gradient_ready(self, bucket: int) -> None:
-        """One more parameter of the bucket has its gradient of the last micro-batch."""
+        """One more parameter of the bucket has its gradient of the last micro-batch, whole."""
         self._left[bucket] -= 1
         while self._sent < len(self.buckets) and self._left[self._sent] == 0:
             self._send(self.buckets[self._sent])
@@ -120,7 +121,7 @@ class Reduction:
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         foreign = [(rank, k) for rank in others for k in range(len(self._nodes[rank]))]
         room = bucket.receiving(width * len(foreign)).view(len(foreign), width)
-        base = bucket.number * TAGS
+        base = FIRST_TAG + bucket.number * TAGS
         receives = [(rank, room[i], base + k) for i, (rank, k) in enumerate(foreign) if width]
         stack = self._adders[bucket.number].stack
         sends = [
@@ -134,15 +135,18 @@ class Reduction:
     # --- beside it: owners finish their slices ---------------------------------------------------
 
     def _finish_slices(self) -> None:
+        sums: list[Any] = []
+        while (item := self._queue.get()) is not None:
+            number, receives, room = item
+            try:
+                self.group.finish(receives)
+                sums += self.group.start(*self._finish_slice(self.buckets[number], room))
+            except BaseException as e:  # raised again where the training thread can act on it
+                self._error = self._error or e  # and go on: no receive may be left that still writes
         try:
-            works: list[Any] = []
-            while (item := self._queue.get()) is not None:
-                number, posted, room = item
-                self.group.finish(posted)
-                works += self.group.start(*self._finish_slice(self.buckets[number], room))
-            self.group.finish(works)
-        except BaseException as e:  # raised again where the training thread can act on it
-            self._error = e
+            self.group.finish(sums)
+        except BaseException as e:
+            self._error = self._error or e
 
     def _finish_slice(self, bucket: Bucket, room: torch.Tensor) -> tuple[list[Transfer], list[Transfer]]:
         """Adds up the slice that this worker owns; returns the transfers that spread the sums."""
@@ -161,7 +165,7 @@ class Reduction:
         result = _root(adder)
         if result.data_ptr() != total.flat[parts[rank]].data_ptr():
             total.flat[parts[rank]].copy_(result)
-        tag = bucket.number * TAGS + SUM_TAG
+        tag = FIRST_TAG + bucket.number * TAGS + TOTAL
         others = [r for r in range(size) if r != rank]
         filled = [r for r in others if parts[r].stop > parts[r].start]
         mine = parts[rank].stop > parts[rank].start

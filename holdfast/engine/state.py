@@ -22,26 +22,25 @@ class State:
         self.model = model
         self.update = update
         self.progress = progress
-        self._parts = model.parts()
 
     def __len__(self) -> int:
-        return len(self._parts) + 1
+        return len(self.model.layers) + 1
 
     def read(self, part: int) -> Any:
-        if part == len(self._parts):
+        if part == len(self.model.layers):
             return {"settings": self.update.settings(), "progress": self.progress}
-        parameters, buffers = self._parts[part]
+        parameters, buffers = self.model.parts()[part]
         trained = [p for p in parameters if p.requires_grad]
         return {"parameters": parameters, "buffers": buffers, "slots": self.update.slots(trained)}
 
     @torch.no_grad()
     def write(self, part: int, value: Any) -> None:
-        if part == len(self._parts):
+        if part == len(self.model.layers):
             self.update.set_settings(value["settings"])
             self.progress.clear()
             self.progress.update(value["progress"])
             return
-        parameters, buffers = self._parts[part]
+        parameters, buffers = self.model.parts()[part]
         for mine, theirs in zip([*parameters, *buffers], [*value["parameters"], *value["buffers"]], strict=True):
             mine.copy_(theirs)
         self.update.set_slots([p for p in parameters if p.requires_grad], value["slots"])
@@ -68,4 +67,4 @@ def _digest(digest: hashlib._Hash, value: Any) -> None:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes, whatever its dtype."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

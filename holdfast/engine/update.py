@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.errors import UsageError
 
@@ -34,12 +34,13 @@ class Update:
         clip_norm: float | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self.optimizer = optimizer(self.parameters)
-        if not isinstance(self.optimizer, Optimizer):
+        made = None if isinstance(optimizer, Optimizer) else optimizer(self.parameters)
+        if not isinstance(made, Optimizer):
             raise UsageError(
-                f"optimizer gave a {type(self.optimizer).__name__}, not an optimizer",
-                hint="pass a function: lambda params: torch.optim.AdamW(params, lr=3e-4)",
+                "optimizer must be a function that makes an optimizer",
+                hint="pass lambda params: torch.optim.AdamW(params, lr=3e-4)",
             )
+        self.optimizer = made
         self.clip_norm = clip_norm
         self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
 
@@ -87,7 +88,7 @@ def _like(value: Any, p: nn.Parameter) -> Any:
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """A scheduler's state without functions, which every worker has from the script."""
-    return {key: value for key, value in state.items() if not callable(value) and key != "lr_lambdas"}
+    return {key: value for key, value in state.items() if not callable(value)}
 
 
 def _read_schedule(
@@ -95,16 +96,25 @@ def _read_schedule(
 ) -> tuple[LRScheduler | None, Callable[[int], float] | None]:
     if schedule is None:
         return None, None
-    try:
-        made: Any = schedule(optimizer)  # type: ignore[arg-type]
-    except Exception:  # a function of the step stumbles over an optimizer in its own way
-        made = None
+    unknown: Any = schedule
+    made, failure = _try(unknown, optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise UsageError("ReduceLROnPlateau follows a metric, not the step", hint="use a schedule of the step")
     if isinstance(made, LRScheduler):
         return made, None
-    rate: Any = schedule
-    first = rate(0)
+    first, failure_of_step = _try(unknown, 0)
+    if failure_of_step is not None:  # neither: then the factory's own complaint is the one that helps
+        raise failure or failure_of_step
     if not isinstance(first, int | float) or not math.isfinite(first):
         raise UsageError(
             f"schedule(0) gave {first!r}", hint="return a learning rate, or a torch scheduler for an optimizer"
         )
-    return None, rate
+    return None, unknown
+
+
+def _try(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
+    """A function of the step stumbles over an optimizer in its own way, and the other way round."""
+    try:
+        return function(argument), None
+    except Exception as e:
+        return None, e

@@ -9,7 +9,4 @@ def shares(micro_batches: int, workers: int) -> list[range]:
     >>> shares(8, 3)
     [range(0, 2), range(2, 5), range(5, 8)]
     """
-    return [
-        range(rank * micro_batches // workers, (rank + 1) * micro_batches // workers)
-        for rank in range(workers)
-    ]
+    return [range(rank * micro_batches // workers, (rank + 1) * micro_batches // workers) for rank in range(workers)]

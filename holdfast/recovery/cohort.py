@@ -1,12 +1,13 @@
 """Operations that all workers commit exactly once, whoever is lost on the way.
 
 An operation is a training step, an evaluation, or the end of training. It is *attempted* (computed and
-reduced, changing nothing that lasts), *voted* on in one small all-reduce, and *applied* by whoever sees
+reduced, changing nothing that lasts), *voted* on in one small exchange, and *applied* by whoever sees
 the vote succeed. docs/recovery.md argues why that commits each operation exactly once.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +21,7 @@ from holdfast.cluster.membership import Generation, Membership, Standing
 from holdfast.engine.state import State
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.copy import copy_state
+from holdfast.recovery.copy import Copied, copy_state
 from holdfast.recovery.settle import Settlement, settle
 
 
@@ -57,6 +58,8 @@ class Cohort:
         self._ended = 0  # the newest generation known to be over
         self._stop_at_boundary = False
         self._first_of_generation = False
+        self._copied = Copied()
+        self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         membership.on_break(self._broken)
 
     @property
@@ -88,7 +91,8 @@ class Cohort:
     def commit(self, operation: Operation) -> float:
         """Carries an operation through, and returns the sum of all workers' values."""
         before = self._operation
-        assert self.group is not None and before is not None
+        assert self.group is not None
+        assert before is not None
         self.membership.doing(before, operation.kind.name.lower())
         while self._operation == before:
             try:
@@ -111,7 +115,7 @@ class Cohort:
         ballot = torch.tensor([operation.kind, joiners, leave, *values], dtype=torch.float64)
         ballot = ballot.to(self._device)
         self._voted = operation
-        self.group.sum(ballot)
+        self.group.vote(ballot)
         kinds, joining, leaving, *sums = ballot.tolist()
         if kinds != operation.kind * self.group.size:
             raise UsageError(
@@ -123,13 +127,21 @@ class Cohort:
         return tree_sum(sums)
 
     def _apply(self, operation: Operation) -> None:
-        assert self._operation is not None and self.group is not None
+        assert self._operation is not None
+        assert self.group is not None
         operation.apply()
         self._voted = None
         self._operation += 1
         if self._first_of_generation:
             self._first_of_generation = False
+            self._copied = Copied()
+            self._free_closed_groups()
             self.membership.progressed(self.group.generation, self._operation)
+
+    def _free_closed_groups(self) -> None:
+        """Ten milliseconds each, under the interpreter's lock: not while survivors recover."""
+        closed, self._closed = self._closed, []
+        threading.Thread(target=closed.clear, daemon=True).start()
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -138,6 +150,7 @@ class Cohort:
         while True:
             if self.group is not None:
                 self.group.close()
+                self._closed.append(self.group)
             faults.point("regroup")
             generation = self.membership.regroup(self._standing(boundary, broken))
             try:
@@ -174,7 +187,7 @@ class Cohort:
             self._roll_forward(generation, settlement)
         else:
             self._drop()
-        received = self._copy(generation, settlement)
+        self._copied = self._copy(generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
@@ -184,7 +197,7 @@ class Cohort:
             generation=generation.number,
             operation=self._operation,
             reason=settlement.reason,
-            received=received,
+            received=self._copied.received,
         )
 
     def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:
@@ -201,10 +214,10 @@ class Cohort:
             self._voted.drop()
             self._voted = None
 
-    def _copy(self, generation: Generation, settlement: Settlement) -> int:
+    def _copy(self, generation: Generation, settlement: Settlement) -> Copied:
         assert self.group is not None
         if not settlement.receivers:
-            return 0
+            return Copied()
         holders = [generation.rank_of(worker) for worker in settlement.holders]
         receivers = [generation.rank_of(worker) for worker in settlement.receivers]
         if self.membership.worker in settlement.holders and self._operation is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,14 @@ from holdfast.engine.state import State
 LENGTH_TAG, TEXT_TAG, TENSOR_TAG = 1, 2, 3
 
 
+@dataclass(kw_only=True)
+class Copied:
+    """How many bytes came, and what is still being sent."""
+
+    received: int = 0
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+
 def sender_of(part: int, holders: Sequence[int]) -> int:
     """Which holder sends a part.
 
@@ -24,29 +32,28 @@ def sender_of(part: int, holders: Sequence[int]) -> int:
     return holders[part % len(holders)]
 
 
-def copy_state(group: Group, state: State, *, holders: Sequence[int], receivers: Sequence[int]) -> int:
-    """Every member calls this; returns the bytes that this worker has received."""
+def copy_state(group: Group, state: State, *, holders: Sequence[int], receivers: Sequence[int]) -> Copied:
+    """Every member calls this. What a holder sends must stay as it is until the next vote."""
     if group.rank in receivers:
-        return sum(_receive(group, state, part, sender_of(part, holders)) for part in range(len(state)))
-    works: list[Any] = []
-    kept: list[Any] = []  # what is sent must not be freed before it has left
+        senders = [sender_of(part, holders) for part in range(len(state))]
+        return Copied(received=sum(_receive(group, state, part, sender) for part, sender in enumerate(senders)))
+    copied = Copied()
     for part in range(len(state)):
-        if receivers and sender_of(part, holders) == group.rank:
+        if sender_of(part, holders) == group.rank:
             faults.point("copy")
             for receiver in receivers:
-                works += _send(group, state, part, receiver, kept)
-    group.finish(works)
-    return 0
+                _send(group, state, part, receiver, copied)
+    return copied
 
 
-def _send(group: Group, state: State, part: int, receiver: int, kept: list[Any]) -> list[Any]:
+def _send(group: Group, state: State, part: int, receiver: int, copied: Copied) -> None:
     text, tensors = codec.flatten(state.read(part))
-    header = torch.tensor(list(text), dtype=torch.uint8)
+    header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     length = torch.tensor([len(text)])
     flat = [tensor.contiguous() for tensor in tensors if tensor.numel()]
-    kept.append((header, length, flat))
+    copied.kept += [header, length, *flat]
     sends = [(receiver, length, LENGTH_TAG), (receiver, header, TEXT_TAG)]
-    return group.start([*sends, *((receiver, tensor, TENSOR_TAG) for tensor in flat)], [])
+    group.start([*sends, *((receiver, tensor, TENSOR_TAG) for tensor in flat)], [])
 
 
 def _receive(group: Group, state: State, part: int, sender: int) -> int:
@@ -54,7 +61,7 @@ def _receive(group: Group, state: State, part: int, sender: int) -> int:
     group.finish(group.start([], [(sender, length, LENGTH_TAG)]))
     header = torch.zeros(int(length), dtype=torch.uint8)
     group.finish(group.start([], [(sender, header, TEXT_TAG)]))
-    text = bytes(header.tolist())
+    text = header.numpy().tobytes()
     tensors = codec.empty_tensors(text)
     faults.point("copy")
     group.finish(group.start([], [(sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))

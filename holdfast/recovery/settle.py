@@ -53,9 +53,7 @@ def settle(standings: Mapping[str, Standing]) -> Settlement:
     )
 
 
-def _reason(
-    standings: Mapping[str, Standing], newest: int, forward: list[str], receivers: list[str]
-) -> str:
+def _reason(standings: Mapping[str, Standing], newest: int, forward: list[str], receivers: list[str]) -> str:
     parts = []
     if forward:
         parts.append(f"operation {newest - 1} is committed: {', '.join(forward)} roll forward")

@@ -83,9 +83,6 @@ def test_leavers_leave_only_if_somebody_who_stays_has_a_state(standings: dict[st
         assert any(standings[worker].operation is not None for worker in made.members)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="compose.py: a voter counts as having the newest, but settle rolls nobody forward"
-)
 def test_no_committed_operation_leaves_with_a_leaver() -> None:
     standings = {"0.0": Standing(operation=5, leaving=True), "0.1": Standing(operation=4, voted=True)}
     assert operation_after(standings) == 5

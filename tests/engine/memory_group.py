@@ -1,7 +1,7 @@
 """A group of threads instead of processes, as strict as the contract allows.
 
 What is sent is read only when the receiver waits for it, so a sender that changes it too early is found
-out; a sender's ``finish`` returns once it was read.
+out; a vote succeeds once all was read.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ class MemoryGroup:
         self.rank = rank
         self.size = network.size
         self._network = network
+        self._sent: list[Callable[[], None]] = []
 
     def check(self) -> None: ...
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Callable[[], None]]:
         waits = [self._receive(*transfer) for transfer in receives]
-        return waits + [self._send(*transfer) for transfer in sends]
+        self._sent += [self._send(*transfer) for transfer in sends]
+        return waits
 
     def _send(self, peer: int, tensor: torch.Tensor, tag: int) -> Callable[[], None]:
         assert tensor.is_contiguous()
@@ -73,6 +75,12 @@ class MemoryGroup:
     def finish(self, works: Sequence[Callable[[], None]]) -> None:
         for wait in works:
             wait()
+
+    def vote(self, ballot: torch.Tensor) -> None:
+        for wait in self._sent:
+            wait()
+        self._sent.clear()
+        self.sum(ballot)
 
     def sum(self, values: torch.Tensor) -> None:
         network = self._network

@@ -78,7 +78,6 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         LayeredModel(nn.Linear(1, 1).requires_grad_(False), seed=0, device=CPU)
 
 
-@pytest.mark.xfail(strict=True, reason="model.py: cuts subclasses of nn.Sequential, whose forward is then not called")
 def test_a_sequential_with_a_forward_of_its_own_keeps_it() -> None:
     class Residual(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

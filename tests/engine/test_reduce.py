@@ -57,6 +57,7 @@ class Worker:
                     reduction.after(index)
             reduction.flush()
             reduction.finish()
+            group.vote(torch.zeros(1))
             return [p.grad.clone() for p in self.parameters if p.grad is not None]
         finally:
             reduction.release()

@@ -20,9 +20,7 @@ from holdfast.bench import workload
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=20, help="stop after this step")
-    parser.add_argument(
-        "--micro-batches", type=int, default=4, help="micro-batches per worker and step"
-    )
+    parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches per worker and step")
     parser.add_argument("--micro-batch", type=int, default=4, help="samples in a micro-batch")
     parser.add_argument("--progress", help="file that gets a JSON line per finished step")
     workload.add_arguments(parser)
@@ -44,9 +42,7 @@ class Progress:
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
-def accumulate_gradients(
-    model: DistributedDataParallel, args: argparse.Namespace, step: int, worker: int
-) -> None:
+def accumulate_gradients(model: DistributedDataParallel, args: argparse.Namespace, step: int, worker: int) -> None:
     """Back-propagates one worker's share of a step; the last micro-batch reduces it."""
     last = args.micro_batches - 1
     for index in range(args.micro_batches):

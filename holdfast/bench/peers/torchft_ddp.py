@@ -13,8 +13,13 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torchft import (  # type: ignore[import-not-found]  # only in the peers' venv
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 
 from holdfast.bench import workload
 from holdfast.bench.peers import common
@@ -33,15 +38,11 @@ def add_torchft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-replicas", type=int, default=1, help="fewest that may commit a step")
     # Bounds a recovery that heartbeats do not: a survivor that waits for another survivor
     # in a half-finished reduction stays there this long, and so does the next quorum.
-    parser.add_argument(
-        "--pg-timeout", type=seconds, default="60", help="s, Gloo collectives and set-up"
-    )
+    parser.add_argument("--pg-timeout", type=seconds, default="60", help="s, Gloo collectives and set-up")
     parser.add_argument("--timeout", type=seconds, default="60", help="s, commit and recovery")
     parser.add_argument("--quorum-timeout", type=seconds, default="60", help="s")
     parser.add_argument("--connect-timeout", type=seconds, default="60", help="s")
-    parser.add_argument(
-        "--heartbeat-interval", type=seconds, default="0.1", help="s, to the lighthouse"
-    )
+    parser.add_argument("--heartbeat-interval", type=seconds, default="0.1", help="s, to the lighthouse")
     parser.add_argument("--verbose", action="store_true", help="show what torchft does")
 
 
