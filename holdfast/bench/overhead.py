@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from holdfast.bench.race import BENCH, Shape, started
 from holdfast.bench.report import Bar, spread
 
 CONTESTANTS = ["ddp", "holdfast-fast", "holdfast-exact", "torchft-all"]
-WARM_UP = 4  # steps that are not counted
 
 
-def race(*, shape: Shape, rounds: int, steps: int, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Each round runs every contestant once, in an order that rotates, so that all meet the same noise."""
+def race(
+    *, shape: Shape, rounds: int, burst: int, say: Callable[[str], None]
+) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """All contestants are there at once and take turns of a few steps, in an order that rotates.
+
+    Shared machines speed up and slow down by tens of per cent within seconds: only neighbours in time
+    can be compared, so ratios are taken within a round, and their median over many rounds.
+    """
     speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    samples = burst * shape.workers * shape.micro_batches * shape.micro_batch
     shutil.rmtree(BENCH / "overhead", ignore_errors=True)
-    for number in range(rounds):
-        order = CONTESTANTS[number % 4 :] + CONTESTANTS[: number % 4]
-        for name in order:
-            speed = samples_per_second(name, shape, steps, number)
-            speeds[name].append(speed)
-            say(f"round {number + 1}/{rounds}: {name}: {speed:.2f} samples/s")
+    with ExitStack() as stack:
+        entries = {
+            name: stack.enter_context(
+                started(name, shape, steps=1_000_000, folder=BENCH / "overhead" / name, burst=burst)
+            )
+            for name in CONTESTANTS
+        }
+        for number in range(rounds + 1):
+            for name in CONTESTANTS[number % 4 :] + CONTESTANTS[: number % 4]:
+                seconds = entries[name].take_turn((number + 1) * burst)
+                if number:  # the first turn is a warm-up
+                    speeds[name].append(samples / seconds)
+            if number:
+                row = ", ".join(f"{name} {values[-1]:.1f}" for name, values in speeds.items())
+                say(f"round {number}/{rounds}, samples/s: {row}")
     results = {
         name: {
             "samples_per_s": spread(values),
@@ -35,13 +51,3 @@ def race(*, shape: Shape, rounds: int, steps: int, say: Callable[[str], None]) -
         "exact, of DDP": Bar(value=results["holdfast-exact"]["of_ddp"]["median"], bar=0.90),
     }
     return results, bars
-
-
-def samples_per_second(name: str, shape: Shape, steps: int, number: int) -> float:
-    """Of the whole group, over the steps after the warm-up, by the first worker's clock."""
-    folder = BENCH / "overhead" / f"{name}-{number}"
-    with started(name, shape, steps=steps, folder=folder) as entry:
-        entry.wait_for(steps, shape.workers, seconds=300)
-        times = sorted(line["t"] for line in entry.lines() if line["worker"] == 0)
-    seconds = times[-1] - times[WARM_UP - 1]
-    return (len(times) - WARM_UP) * shape.workers * shape.micro_batches * shape.micro_batch / seconds

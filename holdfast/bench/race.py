@@ -70,6 +70,23 @@ class Entry:
 
     progress: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    def make_turns(self, workers: int) -> None:
+        """A FIFO per worker, on which it waits for its turn."""
+        for worker in range(workers):
+            path = f"{self.progress}.turn-{worker}"
+            os.mkfifo(path)
+            self.turns.append(os.open(path, os.O_RDWR))
+
+    def take_turn(self, last_step: int) -> float:
+        """Lets the workers run until ``last_step``; returns the seconds that took."""
+        for turn in self.turns:
+            os.write(turn, b".")
+        self.wait_for(last_step, len(self.turns), seconds=120)
+        mine = [line for line in self.lines() if line["worker"] == 0]
+        began = max(line["t"] for line in mine if "go" in line)
+        return max(line["t"] for line in mine if line.get("step") == last_step) - float(began)
 
     def lines(self) -> list[dict[str, Any]]:
         if not self.progress.exists():
@@ -80,12 +97,14 @@ class Entry:
         """Until so many workers have finished this step."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if len({line["pid"] for line in self.lines() if line["step"] >= step}) >= workers:
+            if len({line["pid"] for line in self.lines() if line.get("step", -1) >= step}) >= workers:
                 return
             time.sleep(0.002)
         raise HoldfastError(f"step {step} never came on {workers} workers", hint=f"see {self.progress.parent}")
 
     def stop(self) -> None:
+        for turn in self.turns:
+            os.close(turn)
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)  # torchrun would leave orphans behind a SIGKILL
@@ -125,11 +144,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(name: str, shape: Shape, *, steps: int, folder: Path) -> Iterator[Entry]:
+def started(name: str, shape: Shape, *, steps: int, folder: Path, burst: int = 0) -> Iterator[Entry]:
     """Starts a contestant by name: ddp, restart, torchft, torchft-tuned, holdfast-fast, holdfast-exact."""
     folder.mkdir(parents=True, exist_ok=True)
     entry = Entry(progress=(folder / "progress.jsonl").absolute())
-    arguments = [*shape.arguments(steps=steps), "--progress", str(entry.progress)]
+    arguments = [*shape.arguments(steps=steps), "--progress", str(entry.progress), "--burst", str(burst)]
+    if burst:
+        entry.make_turns(shape.workers)
     try:
         if name.startswith("holdfast"):
             _start_holdfast(entry, name.removeprefix("holdfast-"), shape, arguments)

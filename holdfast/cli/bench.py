@@ -12,7 +12,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often each contestant runs.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each contestant has its turn.")]
 
 
 def _say(text: str) -> None:
@@ -22,8 +22,8 @@ def _say(text: str) -> None:
 @app.command()
 def overhead(
     workers: Annotated[int, typer.Option(min=1)] = 2,
-    rounds: Rounds = 8,
-    steps: Annotated[int, typer.Option(min=6)] = 40,
+    rounds: Rounds = 40,
+    burst: Annotated[int, typer.Option(min=1, help="Steps in a turn.")] = 5,
     json: Json = False,
 ) -> None:
     """Failure-free throughput against plain DDP and torchft, on the same model and batch."""
@@ -31,7 +31,7 @@ def overhead(
     from holdfast.bench.race import Shape
     from holdfast.bench.report import publish
 
-    results, bars = bench.race(shape=Shape(workers=workers), rounds=rounds, steps=steps, say=_say)
+    results, bars = bench.race(shape=Shape(workers=workers), rounds=rounds, burst=burst, say=_say)
     columns = {"samples_per_s": "samples/s: median (range)", "of_ddp": "of DDP in the same round"}
     raise typer.Exit(0 if publish("overhead", results, bars, columns=columns, as_json=json) else 1)
 

@@ -23,22 +23,42 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches per worker and step")
     parser.add_argument("--micro-batch", type=int, default=4, help="samples in a micro-batch")
     parser.add_argument("--progress", help="file that gets a JSON line per finished step")
+    parser.add_argument("--burst", type=int, default=0, help="steps in a turn; 0: no turns")
     workload.add_arguments(parser)
     return parser
 
 
 class Progress:
-    """Appends a line per finished step to a file that all workers share."""
+    """Appends a line per finished step to a file that all workers share.
 
-    def __init__(self, path: str | None, worker: int) -> None:
+    In a race for speed contestants take turns of a few steps each, so that all meet the same weather:
+    a worker then waits for a byte on its own FIFO before each of its turns.
+    """
+
+    def __init__(self, args: argparse.Namespace, worker: int) -> None:
         self._worker = worker
+        self._burst: int = args.burst
+        self._turns = None
         # O_APPEND and one unbuffered write per line keep the lines of several workers
         # whole, and leave nothing in a buffer when a worker is killed.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self._file = os.open(path or os.devnull, flags, 0o644)
+        self._file = os.open(args.progress or os.devnull, flags, 0o644)
+        if self._burst:
+            self._turns = os.open(f"{args.progress}.turn-{worker}", os.O_RDONLY)
+            self._wait_for_turn(0)
 
     def finished(self, step: int) -> None:
-        line = {"t": time.time(), "step": step, "worker": self._worker, "pid": os.getpid()}
+        self._write({"step": step})
+        if self._turns is not None and step % self._burst == 0:
+            self._wait_for_turn(step)
+
+    def _wait_for_turn(self, step: int) -> None:
+        assert self._turns is not None
+        os.read(self._turns, 1)
+        self._write({"go": step})
+
+    def _write(self, what: dict[str, int]) -> None:
+        line = {"t": time.time(), **what, "worker": self._worker, "pid": os.getpid()}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
