@@ -21,6 +21,7 @@ from holdfast.cluster.events import Events
 from holdfast.cluster.membership import Membership, Solo
 from holdfast.data.order import Order
 from holdfast.engine.engine import Dataset, Engine, Loss, label_of
+from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.state import State
 from holdfast.engine.statistics import refuse_running_statistics
@@ -91,6 +92,7 @@ class Run:
         exact = numerics == "exact"
         if exact:  # sums inside an operator depend on the number of threads
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        keep_freed_memory()
         chosen = _choose_device(device)
         model = LayeredModel(layers, seed=seed, device=chosen)
         if exact:

@@ -13,9 +13,7 @@ from holdfast.bench.report import Bar, spread
 CONTESTANTS = ["ddp", "holdfast-fast", "holdfast-exact", "torchft-all"]
 
 
-def race(
-    *, shape: Shape, rounds: int, burst: int, say: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(*, shape: Shape, rounds: int, burst: int, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Bar]]:
     """All contestants are there at once and take turns of a few steps, in an order that rotates.
 
     Shared machines speed up and slow down by tens of per cent within seconds: only neighbours in time

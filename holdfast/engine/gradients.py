@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 BUCKET_BYTES = 4 * 2**20
+ALIGNMENT = 16  # elements: a cache line of float32
 
 
 @dataclass(eq=False)
@@ -29,26 +30,37 @@ class Bucket:
     scratch: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.size = sum(p.numel() for p in self.parameters)
+        self.size = sum(_padded(p) for p in self.parameters)
 
     def take(self) -> Slab:
         if self.free:
             return self.free.pop()
         first = self.parameters[0]
-        flat = torch.empty(self.size, dtype=first.dtype, device=first.device)
+        flat = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         views, start = [], 0
         for p in self.parameters:
             views.append(flat[start : start + p.numel()].view_as(p))
-            start += p.numel()
+            start += _padded(p)
         return Slab(flat, views)
 
-    def give_back(self, slabs: Sequence[Slab]) -> None:
-        self.free.extend(slabs)
+    def gather(self) -> Slab:
+        """Copies the parameters' gradients into a slab; one that was not used has a gradient of zero."""
+        slab = self.take()
+        pairs = zip(slab.views, self.parameters, strict=True)
+        used = [(view, p.grad) for view, p in pairs if p.grad is not None]
+        if len(used) < len(self.parameters):
+            slab.flat.zero_()
+        torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
+        return slab
 
     def attach(self, slab: Slab) -> None:
-        """From now on the backward pass adds this bucket's gradients to ``slab``."""
+        """Makes the slab the parameters' gradients."""
         for p, view in zip(self.parameters, slab.views, strict=True):
             p.grad = view
+
+    def forget(self) -> None:
+        for p in self.parameters:
+            p.grad = None
 
     def add(self, left: Slab, right: Slab) -> Slab:
         left.flat.add_(right.flat)
@@ -63,12 +75,17 @@ class Bucket:
         return self.scratch[:elements]
 
 
+def _padded(p: nn.Parameter) -> int:
+    """Elements a parameter takes in a slab: vector instructions are slower on unaligned memory."""
+    return -(-p.numel() // ALIGNMENT) * ALIGNMENT
+
+
 def make_buckets(parameters: Sequence[nn.Parameter], limit: int = BUCKET_BYTES) -> list[Bucket]:
     """Buckets in the order in which the backward pass completes them: last parameters first.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> [bucket.size for bucket in make_buckets(list(model.parameters()), limit=80)]
-    [20, 20]
+    [32, 32]
     """
     grouped: list[list[nn.Parameter]] = []
     open_group: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}

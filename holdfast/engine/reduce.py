@@ -45,7 +45,7 @@ class Reduction:
         self._leaves = leaves if exact else group.size
         self._nodes = [self._nodes_of(rank, share) for rank, share in enumerate(shares)]
         self._adders = [Adder(self._leaves, bucket.add) for bucket in buckets]
-        self._open: list[Slab] | None = None
+        self._open = False  # whether the parameters' gradients already hold a part of the next slab
         self._sums: list[Slab | None] = [None] * len(buckets)
         self._queue: queue.SimpleQueue[tuple[int, list[Any], torch.Tensor] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -64,37 +64,34 @@ class Reduction:
     # --- while micro-batches are computed --------------------------------------------------------
 
     def before(self, index: int) -> None:
-        """Attach the slabs that micro-batch ``index`` adds its gradients to."""
-        if self._open is None:
-            self._open = [bucket.take() for bucket in self.buckets]
-            for bucket, slab in zip(self.buckets, self._open, strict=True):
-                slab.flat.zero_()
-                bucket.attach(slab)
+        """Micro-batch ``index`` comes next. Without a gradient there, autograd need not add to it."""
+        if not self._open:
+            self._open = True
+            for bucket in self.buckets:
+                bucket.forget()
 
     def after(self, index: int) -> None:
         """Micro-batch ``index``, not the share's last one, is complete."""
         if not self._continues(index):
             for bucket in self.buckets:
                 self._close(bucket, index)
-            self._open = None
+            self._open = False
 
     def _continues(self, index: int) -> bool:
-        """Whether the next micro-batch may be added to the same slab by the backward pass itself.
+        """Whether the next micro-batch may be added to this one by the backward pass itself.
 
         In exact mode that is the right child of a pair: autograd adds left + right, as the tree does.
         """
         return not self.exact or (index % 2 == 0 and index + 1 in self.share)
 
     def _close(self, bucket: Bucket, index: int) -> None:
-        assert self._open is not None
-        slab = self._open[bucket.number]
         if not self.exact:
             node = Node(0, self.group.rank)
         elif index % 2 == 1 and index - 1 in self.share:
             node = Node(1, index // 2)
         else:
             node = Node(0, index)
-        self._adders[bucket.number].push(node, slab)
+        self._adders[bucket.number].push(node, bucket.gather())
 
     # --- during the last backward pass -----------------------------------------------------------
 
@@ -192,12 +189,8 @@ class Reduction:
             total = self._sums[bucket.number]
             if total is not None:
                 slabs[id(total)] = total
-            if self._open is not None:
-                slabs[id(self._open[bucket.number])] = self._open[bucket.number]
-            pooled = {id(slab) for slab in bucket.free}
-            bucket.give_back([slab for key, slab in slabs.items() if key not in pooled])
-            for p in bucket.parameters:
-                p.grad = None
+            bucket.free.extend(slabs.values())
+            bucket.forget()
 
     def _stop_thread(self) -> None:
         if self._thread is not None:

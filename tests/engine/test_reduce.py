@@ -49,8 +49,8 @@ class Worker:
                 last = index == reduction.share[-1]
                 reduction.before(index)
                 for number, p in reversed(list(enumerate(self.parameters))):
-                    assert p.grad is not None
-                    p.grad.add_(leaves[index][number])
+                    leaf = leaves[index][number]
+                    p.grad = leaf.clone() if p.grad is None else p.grad.add_(leaf)  # as autograd does
                     if last and number != UNUSED:
                         reduction.gradient_ready(self.bucket_of(p).number)
                 if not last:

@@ -58,7 +58,7 @@ class Progress:
         self._write({"go": step})
 
     def _write(self, what: dict[str, int]) -> None:
-        line = {"t": time.time(), **what, "worker": self._worker, "pid": os.getpid()}
+        line = {"t": time.time(), "cpu": time.process_time(), **what, "worker": self._worker, "pid": os.getpid()}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
