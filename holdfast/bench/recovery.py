@@ -22,7 +22,7 @@ GIVE_UP_SECONDS = 120.0
 
 
 def race(*, shape: Shape, rounds: int, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Each round kills one worker of every contestant in the middle of a step."""
+    """Each round kills one worker of every contestant, early in a step."""
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     beyond: list[float] = []
     shutil.rmtree(BENCH / "recovery", ignore_errors=True)
@@ -55,14 +55,11 @@ def kill_one(name: str, shape: Shape, number: int) -> tuple[float, float]:
     rng = random.Random(number)
     folder = BENCH / "recovery" / f"{name}-{number}"
     with started(name, shape, steps=10_000, folder=folder) as entry:
+        # Everybody has just begun the next step, so nobody can finish it without the victim.
         entry.wait_for(KILL_AFTER, shape.workers)
         step = step_seconds(entry)
-        last = max(line["step"] for line in entry.lines())
-        entry.wait_for(last + 1, shape.workers)  # a fresh boundary: now we know where in a step we are
-        time.sleep(step * rng.uniform(0.2, 0.6))
         before = max(line["step"] for line in entry.lines())
-        pids = sorted({line["pid"] for line in entry.lines() if line["step"] == before})
-        victim = rng.choice(pids)
+        victim = rng.choice(sorted({line["pid"] for line in entry.lines()}))
         killed = time.time()
         os.kill(victim, signal.SIGKILL)
         first = next_step(entry, after=killed, beyond=before, victim=victim)

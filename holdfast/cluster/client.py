@@ -19,10 +19,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from holdfast.cluster.membership import Generation, Standing
+from holdfast.cluster.store import GenerationStore
 from holdfast.cluster.wire import Line, Message, Refused
-from holdfast.errors import Broken
+from holdfast.errors import HoldfastError
 
 RETRY_SECONDS = 0.05
+PATIENCE_SECONDS = 60.0  # for a coordinator whose machine may be gone for good
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,38 +55,6 @@ class Place:
         )
 
 
-class GenerationStore:
-    """Values that the members of one generation push to each other through the coordinator."""
-
-    def __init__(self, push: Callable[[str, bytes], None]) -> None:
-        self._push = push
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-        self.closed = False
-
-    def put(self, key: str, value: bytes) -> None:
-        self.arrived(key, value)
-        self._push(key, value)
-
-    def take(self, key: str) -> bytes:
-        """Waits for the value; raises ``Broken`` once the generation is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values or self.closed)
-            if key not in self._values:
-                raise Broken("the generation ended while it formed")
-            return self._values[key]
-
-    def arrived(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self.closed = True
-            self._changed.notify_all()
-
-
 class Client:
     """``Membership`` by way of the coordinator."""
 
@@ -94,6 +64,7 @@ class Client:
         self._label = label
         self._changed = threading.Condition()
         self._line: Line | None = None
+        self._alone_since = time.monotonic()
         self._standing: Standing | None = None  # shown and not yet answered by a generation
         self._generation: Generation | None = None
         self._stores: dict[int, GenerationStore] = {}
@@ -114,11 +85,24 @@ class Client:
             before = 0 if self._generation is None else self._generation.number
             self._standing = standing
             self._show(standing)
-            self._changed.wait_for(lambda: self._stop or (self._generation and self._generation.number > before))
+            while not self._changed.wait_for(lambda: self._stop or self._is_after(before), RETRY_SECONDS):
+                self._give_up_without_coordinator()
             if self._stop:
                 raise SystemExit(self._stop["code"])
             assert self._generation is not None
             return self._generation
+
+    def _is_after(self, number: int) -> bool:
+        return self._generation is not None and self._generation.number > number
+
+    def _give_up_without_coordinator(self) -> None:
+        if self._line is None and time.monotonic() - self._alone_since > PATIENCE_SECONDS:
+            host, port = self._place.coordinator
+            raise HoldfastError(
+                f"the coordinator at {host}:{port} is gone for {PATIENCE_SECONDS:g} s, and without it the "
+                "survivors cannot regroup",
+                hint="start the run again",
+            )
 
     def store(self, generation: Generation) -> GenerationStore:
         with self._changed:
@@ -192,6 +176,7 @@ class Client:
             line.close()
             with self._changed:
                 self._line = None
+                self._alone_since = time.monotonic()
                 if self._forming:  # addresses pushed through the lost coordinator may be missing
                     assert self._generation is not None
                     self._over(self._generation.number)

@@ -27,16 +27,36 @@ def test_buckets_hold_each_parameter_once_the_last_first(shapes: list[list[int]]
         assert places == sorted(places, reverse=True)
 
 
-def test_the_backward_pass_adds_to_the_attached_slab() -> None:
+def test_gradients_are_gathered_and_attached() -> None:
     model = nn.Linear(3, 2)
     (bucket,) = make_buckets(list(model.parameters()))
-    slab = bucket.take()
-    slab.flat.zero_()
-    bucket.attach(slab)
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
+    slab = bucket.gather()
+    bucket.forget()
+    assert model.weight.grad is None
+    assert [view.tolist() for view in slab.views] == [[2.0] * 2, [[2.0] * 3] * 2]  # the bias, then the weight
+    bucket.attach(slab)
     assert model.weight.grad is slab.views[1]
-    assert slab.flat.tolist() == [2.0] * 8  # both outputs' bias, then the weight
+
+
+def test_an_unused_parameter_has_a_gradient_of_zero() -> None:
+    model = nn.Linear(3, 2)
+    (bucket,) = make_buckets(list(model.parameters()))
+    used = bucket.take()
+    used.flat.fill_(9.0)  # what an earlier step has left behind
+    bucket.free.append(used)
+    model.bias.grad = torch.ones(2)
+    slab = bucket.gather()
+    assert slab is used
+    assert slab.views[0].tolist() == [1.0] * 2
+    assert slab.views[1].tolist() == [[0.0] * 3] * 2
+
+
+def test_views_are_aligned() -> None:
+    (bucket,) = make_buckets([nn.Parameter(torch.zeros(n)) for n in (3, 17, 1)])
+    starts = [view.storage_offset() for view in bucket.take().views]
+    assert starts == [0, 16, 48]
 
 
 def test_slabs_are_used_again() -> None:
@@ -45,7 +65,7 @@ def test_slabs_are_used_again() -> None:
     left.flat.fill_(1.0)
     right.flat.fill_(2.0)
     assert bucket.add(left, right) is left
-    assert left.flat.tolist() == [3.0] * 4
+    assert left.views[0].tolist() == [3.0] * 4
     assert bucket.take() is right
 
 

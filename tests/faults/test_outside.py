@@ -109,7 +109,7 @@ def test_a_worker_that_leaves_is_not_missed(tmp_path: Path, undisturbed) -> None
 
     async def meddle(agent: Agent) -> None:
         await training(agent)
-        agent.workers["0.0"].lifeline.send(b"leave\n")
+        agent.workers["0.0"].ask_to_leave()
 
     result = launch(tmp_path, environment=SLOW, meddle=meddle)
     assert result.sha256 == undisturbed(60).sha256
@@ -122,7 +122,7 @@ def test_strangers_disturb_nothing(tmp_path: Path, undisturbed) -> None:
 
     async def meddle(agent: Agent) -> None:
         await training(agent)
-        ports = {agent._address[1], *(p for w in agent.workers.values() for p in listening_ports(w.pid))}
+        ports = {agent.address[1], *(p for w in agent.workers.values() for p in listening_ports(w.pid))}
         assert len(ports) == 4, f"the coordinator and a port a worker: {ports}"
         rng = random.Random(0)
         held = []
@@ -194,7 +194,7 @@ def test_random_kills(tmp_path: Path, undisturbed, request: pytest.FixtureReques
                 alive = [w for w in agent.workers.values() if w.name in members]
                 entered = {e["worker"] for e in read_events(path) if e["event"] == "entered"}
                 holders = [w for w in alive if w.name in entered]
-                if len(holders) > 1 and not agent._finishing:
+                if len(holders) > 1 and not agent.finishing:
                     victim = rng.choice(holders)
                     os.kill(victim.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
 

@@ -1,0 +1,175 @@
+"""This machine's workers: forked by the zygote, watched to their end, their output shown.
+
+What a worker prints goes straight into its log file, which the agent reads along: a worker must not
+block or die because nobody reads a pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.cluster.events import Events
+from holdfast.cluster.wire import Message
+
+
+@dataclass(kw_only=True)
+class LocalWorker:
+    """A worker as its agent knows it."""
+
+    name: str
+    slot: int
+    lifeline: socket.socket
+    log: Path
+    pid: int | None = None
+    shown: int = 0  # bytes of its log already on the console
+    error: Message | None = None
+    orphan: bool = False  # the zygote that forked it has ended
+
+    def kill(self) -> None:
+        if self.pid is not None:
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def ask_to_leave(self) -> None:
+        try:
+            self.lifeline.send(b"leave\n")
+        except OSError:
+            pass  # it is ending already
+
+
+Ended = Callable[[LocalWorker, int, str], None]  # worker, exit code, cause
+
+
+class LocalWorkers:
+    """Starts workers and reports each one's end to ``ended``."""
+
+    def __init__(
+        self,
+        *,
+        log_dir: Path,
+        zygote: socket.socket | None,
+        events: Events,
+        say: Callable[[str], None],
+        ended: Ended,
+    ) -> None:
+        self.alive: dict[str, LocalWorker] = {}
+        self._log_dir = log_dir
+        self._zygote = zygote if zygote is not None else start_zygote()
+        self._zygote.setblocking(False)
+        self._events = events
+        self._say = say
+        self._ended = ended
+
+    def start(self, name: str, slot: int, *, command: list[str], module: bool, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        log = self._log_dir / f"worker-{name}.log"
+        worker = LocalWorker(name=name, slot=slot, lifeline=ours, log=log)
+        worker.shown = log.stat().st_size if log.exists() else 0
+        self.alive[name] = worker
+        order = {
+            "worker": name,
+            "log": str(log.absolute()),
+            "folder": os.getcwd(),
+            "module": module,
+            "arguments": command,
+            "environment": environment,
+        }
+        socket.send_fds(self._zygote, [json.dumps(order).encode()], [theirs.fileno()])
+        theirs.close()
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._hear, worker)
+
+    async def hear_zygote(self) -> None:
+        """Runs for ever: which worker has which pid, and how it ended."""
+        loop = asyncio.get_running_loop()
+        while True:
+            data = await loop.sock_recv(self._zygote, 2**16)
+            message = json.loads(data) if data else {}
+            if not data:
+                self._replace_zygote()
+            elif "started" in message and message["started"] in self.alive:
+                self.alive[message["started"]].pid = message["pid"]
+            elif "exited" in message:
+                self._exited(message["exited"], message["code"])
+
+    def _replace_zygote(self) -> None:
+        """Its workers live on without it; only how they end is no longer told."""
+        self._events.write("zygote-restart")
+        for worker in self.alive.values():
+            worker.orphan = True
+        self._zygote = start_zygote()
+        self._zygote.setblocking(False)
+
+    def _hear(self, worker: LocalWorker) -> None:
+        """A worker tells its last error on its lifeline; the end of it is the end of the worker."""
+        try:
+            data = worker.lifeline.recv(2**17)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            worker.error = json.loads(data)
+            return
+        asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
+        if worker.orphan:
+            self._remove(worker, 1, "ended; its zygote had ended before it")
+
+    def _exited(self, pid: int, code: int) -> None:
+        worker = next((w for w in self.alive.values() if w.pid == pid), None)
+        if worker is not None:
+            self._hear(worker)
+            cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            self._remove(worker, code, cause)
+
+    def _remove(self, worker: LocalWorker, code: int, cause: str) -> None:
+        if self.alive.pop(worker.name, None) is not None:
+            asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
+            worker.lifeline.close()
+            self._show(worker)
+            self._ended(worker, code, cause)
+
+    # --- what workers print ----------------------------------------------------------------------
+
+    async def show_logs(self) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            self.flush_logs()
+
+    def flush_logs(self) -> None:
+        for worker in self.alive.values():
+            self._show(worker)
+
+    def _show(self, worker: LocalWorker) -> None:
+        if not worker.log.exists():
+            return
+        with worker.log.open("rb") as log:
+            log.seek(worker.shown)
+            data = log.read()
+        whole, newline, _ = data.rpartition(b"\n")
+        worker.shown += len(whole) + len(newline)
+        if newline and worker.error is None:  # a traceback is shown once, by the verdict
+            for line in whole.decode(errors="replace").split("\n"):
+                self._say(f"[{worker.name}] {line}")
+
+
+def start_zygote() -> socket.socket:
+    """Starts a zygote; the socket to it carries orders one way and reports the other."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "holdfast.cluster.zygote", str(theirs.fileno())]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    # Not waited for: it ends by itself when our end of the socket closes.
+    subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return ours
