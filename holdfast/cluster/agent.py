@@ -287,7 +287,7 @@ class Agent:
         if self.workers:
             return
         if self._leaving or self.finishing:
-            self._end(code)
+            self._end(code, worker.error["text"] if code and worker.error is not None else "")
         elif not self._replacements:
             self._tell({"type": "nobody", "reason": "no worker is left and none may be restarted"})
 

@@ -158,7 +158,8 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     listener = socket.socket(fileno=arguments.pop("listener"))
     settings = Settings(token=os.environ["HOLDFAST_TOKEN"], **arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are the agent's to handle
+        signal.signal(number, signal.SIG_IGN)
 
     async def serve() -> None:
         await Coordinator(settings).serve(listener)

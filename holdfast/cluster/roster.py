@@ -18,6 +18,7 @@ from holdfast.cluster.wire import Message
 
 GIVEN_UP = 75  # exit code of a worker that comes back after it was replaced; its agent starts a new one
 DONE = "it is done"
+LAST_WORDS_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
@@ -232,7 +233,9 @@ class Roster:
     def _regroup(self, standings: dict[str, Standing]) -> None:
         if self._state_is_lost(standings) and not self.finishing:
             lost = ", ".join(name for name, _ in self._lost) or "all members"
-            self.stop(3, f"too few workers: {lost} lost, and nobody is left who holds the model")
+            text = f"too few workers: {lost} lost, and nobody is left who holds the model"
+            # Not at once: if an error in the script ended them, their agents are about to say so.
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.stop, 3, text)
             return
         waiting = [] if self.finishing else self._waiting()
         composition = compose.compose(standings=standings, waiting=waiting, target=self._target())

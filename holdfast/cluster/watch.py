@@ -70,7 +70,7 @@ class Watch:
 
     def _look_for_hosts(self, now: float) -> None:
         here, needed = len(self._roster.hosts), self._roster.minimum_hosts
-        few = here < needed and not self._roster.finishing
+        few = here < needed and not (here and self._roster.finishing)
         self._few_since = (self._few_since or now) if few else None
         if self._few_since is not None and now - self._few_since > self._patience:
             text = f"{here} of at least {needed} hosts for {self._patience:g} s"

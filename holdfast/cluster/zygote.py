@@ -82,7 +82,7 @@ def _fork(order: Order, lifeline: int, agent: socket.socket, children: dict[int,
 def run_worker(order: Order, lifeline: int) -> int:
     """Turns the forked process into a worker, runs the user's script, returns its exit code."""
     os.setsid()  # Ctrl-C on the terminal is for the agent alone
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -134,5 +134,10 @@ def _tell_agent(lifeline: int, error: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    # Signals to the process group are the agent's to handle; we end when its socket closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    except ConnectionError:
+        pass  # the agent has ended

@@ -50,7 +50,8 @@ class Bucket:
         used = [(view, p.grad) for view, p in pairs if p.grad is not None]
         if len(used) < len(self.parameters):
             slab.flat.zero_()
-        torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
+        if used:
+            torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
         return slab
 
     def attach(self, slab: Slab) -> None:

@@ -82,9 +82,9 @@ def test_scripts_find_what_they_expect_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK TORCHELASTIC_RUN_ID"
     script.write_text(
-        "import os, sys\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "import os, sys, time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
         f"print(*(os.environ[n] for n in {names.split()}), dist.get_world_size(), *sys.argv[1:], flush=True)\n"
-        "dist.destroy_process_group()\n"
+        "dist.barrier()\nif dist.get_rank() == 0: time.sleep(0.5)  # it holds the store that the other still needs\n"
     )
     process = holdfast("run", "-n", "2", "--rdzv-id", "job7", str(script), "--flag", "x", folder=tmp_path)
     output, error = process.communicate(timeout=60)

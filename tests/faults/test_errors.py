@@ -107,3 +107,10 @@ def test_a_late_joiner_sees_past_evaluations(tmp_path: Path) -> None:
     shown = {line.split(" ", 1)[0]: line.split("values")[1] for line in result.said if "values" in line}
     assert "[0.3]" in shown, f"the replacement came too late to see anything: {result.said}"
     assert len(set(shown.values())) == 1, shown
+
+
+def test_an_error_after_training_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "list(holdfast.Run(**settings).steps(3))\nraise OSError('the disk is full')\n"
+    result = launch(tmp_path, script=script(tmp_path, text), workers=2)
+    assert result.code == 1
+    assert capsys.readouterr().err.count("OSError: the disk is full") == 1
