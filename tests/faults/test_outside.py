@@ -188,14 +188,16 @@ def test_random_kills(tmp_path: Path, undisturbed, request: pytest.FixtureReques
         async def meddle(agent: Agent, rng: random.Random = rng) -> None:
             path = agent.settings.log_dir / "events.jsonl"
             await training(agent, 2)
+            struck: set[str] = set()  # a stopped worker still looks alive for a while
             for _ in range(rng.randint(3, 6)):
                 await asyncio.sleep(rng.uniform(0.0, 0.4))
                 members = [e for e in read_events(path) if e["event"] == "generation"][-1]["workers"]
                 alive = [w for w in agent.workers.values() if w.name in members]
                 entered = {e["worker"] for e in read_events(path) if e["event"] == "entered"}
-                holders = [w for w in alive if w.name in entered]
+                holders = [w for w in alive if w.name in entered and w.name not in struck]
                 if len(holders) > 1 and not agent.finishing:
                     victim = rng.choice(holders)
+                    struck.add(victim.name)
                     os.kill(victim.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
 
         result = launch(folder, workers=4, environment={**SLOW, "STEPS": "120"}, meddle=meddle)
