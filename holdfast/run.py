@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from holdfast.cluster import faults
 from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
+from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Membership, Solo
 from holdfast.data.order import Order
 from holdfast.engine.engine import Dataset, Engine, Loss, label_of
@@ -110,14 +111,24 @@ class Run:
             autocast=autocast,
         )
         self.tolerate = tolerate
-        self._progress: dict[str, Any] = {"step": 0, "evaluations": {}}
+        self._progress: dict[str, Any] = {"step": 0, "results": {}}
         self._state = State(model, update, self._progress)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._place = "after 0"  # where the script is: in the body of a loop, or after one
-        self._evaluations_here = 0
+        self._done_here = 0
         self._warned = False
-        label = label_of(model.module, numerics=numerics, batch=global_batch, micro_batch=micro_batch, seed=seed)
+        label = label_of(
+            model.module,
+            numerics=numerics,
+            samples=len(data),
+            batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+            shuffle=shuffle,
+            clip_norm=clip_norm,
+            autocast=autocast,
+        )
         self._cohort = Cohort(_membership(label), self._state, chosen, self._events)
         faults.plan(self._cohort.membership.worker)
         _runs.append(self)
@@ -162,7 +173,7 @@ class Run:
         faults.at_step(number)
         engine, cohort = self.engine, self._cohort
 
-        def attempt(group: Any) -> list[float]:
+        def attempt(group: Group) -> list[float]:
             losses = engine.attempt(number, group)
             if self._trace:
                 self._event("vote", step=number, samples=engine.used)
@@ -196,50 +207,67 @@ class Run:
     def _move_to(self, place: str) -> None:
         if place != self._place:
             self._place = place
-            self._evaluations_here = 0
+            self._done_here = 0
 
     # --- evaluation and results ------------------------------------------------------------------
 
     def evaluate(self, dataset: Dataset, measure: Loss | None = None) -> float:
         """The mean of ``measure(output, target)``, by default the loss, over a data set.
 
-        Workers share the work, so every worker must call it. A worker that joined later gets the values
-        of the evaluations it has missed, so that its script decides as the others' did.
+        Workers share the work, so every worker must call it. A worker that joins later gets the values of
+        the evaluations it has missed between loops, so that its script decides as the others' did.
         """
         measure = measure or self.engine.loss
         if self._cohort.group is None:  # before training: nobody to share with
             return tree_sum(self.engine.evaluate(dataset, measure, None))
-        key = f"{self._place}/{self._evaluations_here}"
-        self._evaluations_here += 1
-        if key in self._progress["evaluations"]:  # a joiner's script is still behind the run
-            return float(self._progress["evaluations"][key])
-        value = self._cohort.commit(
-            Operation(
-                kind=Kind.EVALUATION,
-                attempt=lambda group: self.engine.evaluate(dataset, measure, group),
-            )
-        )
-        self._progress["evaluations"][key] = value
-        return value
+        attempt = partial(self.engine.evaluate, dataset, measure)
+        return self._once(Operation(kind=Kind.EVALUATION, attempt=attempt))
 
     def save_model(self, path: str | os.PathLike[str]) -> None:
-        """Write the weights as safetensors, whole or not at all. Every worker may call it; one writes."""
-        if self._cohort.group is not None and not self.is_first_worker:
-            return
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False, prefix=f".{target.name}.") as file:
-            temporary = Path(file.name)
-        try:
-            write_safetensors(self.engine.model.module, str(temporary))
-            temporary.chmod(0o644)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Write the weights as safetensors, whole or not at all.
+
+        Every worker must call it; the first one writes, and if it is lost in the middle, the next.
+        """
+
+        def attempt(group: Group) -> list[float]:
+            if group.rank == 0:
+                _write_whole(self.engine.model.module, Path(path))
+            return []
+
+        if self._cohort.group is None:
+            _write_whole(self.engine.model.module, Path(path))
+        else:
+            self._once(Operation(kind=Kind.SAVE, attempt=attempt))
+
+    def _once(self, operation: Operation) -> float:
+        """Commits an operation unless it was committed before this worker joined.
+
+        A joiner's script runs through loops that are over without entering their bodies, so only what
+        comes after a loop has to be remembered for it.
+        """
+        key = f"{self._place}/{self._done_here}"
+        self._done_here += 1
+        if key in self._progress["results"]:
+            return float(self._progress["results"][key])
+        faults.at_step(self.step)
+        value = self._cohort.commit(operation)
+        if self._place.startswith("after"):
+            self._progress["results"][key] = value
+        return value
 
     def sha256(self, *, weights_only: bool = False) -> str:
         """The SHA-256 of weights and optimizer state: equal hashes, equal runs."""
         return self._state.sha256(weights_only=weights_only)
+
+
+def _write_whole(module: nn.Module, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    try:
+        write_safetensors(module, str(unfinished))
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -192,7 +191,10 @@ class Agent:
             )
 
     async def _hear_coordinator(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
+        while True:
+            line = await self._line_of(reader)
+            if not line.endswith(b"\n"):
+                return
             message = wire.decode(line)
             kind = message["type"]
             if kind == "beat":
@@ -203,6 +205,8 @@ class Agent:
                 self._training_began()
             elif kind == "recovered":
                 self._recovered = True
+            elif kind == "say":
+                self._say(message["text"])
             elif kind == "finishing":
                 self.finishing = True
             elif kind == "kill" and message["worker"] in self.workers:
@@ -211,11 +215,21 @@ class Agent:
                 self._told_to_stop(message["code"], message["message"])
                 return
 
+    async def _line_of(self, reader: asyncio.StreamReader) -> bytes:
+        """A coordinator that beats no more is hung: if it is ours, it is killed and comes back."""
+        try:
+            return await asyncio.wait_for(reader.readline(), 3 * self.settings.heartbeat_timeout)
+        except TimeoutError:
+            self._keeper.kill()
+            raise
+
     def _tell(self, message: Message) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.encode(message))
 
     def _welcomed(self, host: int) -> None:
+        if self._done.is_set():  # our farewell was lost with an earlier coordinator
+            self._tell({"type": "bye"})
         if self.host is None:
             self.host = host
             assert self._writer is not None
@@ -246,13 +260,11 @@ class Agent:
         self._local.start(name, slot, command=settings.command, module=settings.module, environment=environment)
 
     def _environment(self, name: str, slot: int) -> dict[str, str]:
-        """What scripts expect of torchrun, and what ``client.Place`` reads."""
+        """What scripts expect of torchrun, and what ``client.Place`` reads; the rest is the zygote's."""
         settings, host = self.settings, self.host or 0
         address, port = self.address
         rank = str(host * settings.workers + slot)
         return {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
             **settings.environment,
             "RANK": rank,
             "ROLE_RANK": rank,
@@ -286,6 +298,7 @@ class Agent:
             self._plan_replacement(worker)
         if self.workers:
             return
+        code = max(code, 0)  # killed, but with nothing left to do
         if self._leaving or self.finishing:
             self._end(code, worker.error["text"] if code and worker.error is not None else "")
         elif not self._replacements:

@@ -55,6 +55,10 @@ class Place:
         )
 
 
+class Stopped(SystemExit):
+    """The coordinator ended this worker; not the script's own doing."""
+
+
 class Client:
     """``Membership`` by way of the coordinator."""
 
@@ -71,6 +75,7 @@ class Client:
         self._ended = 0  # the newest generation known to be over
         self._forming = False
         self._finished = False
+        self._committed = False
         self._doing: tuple[int, str] | None = None
         self._joiners = 0  # the generation that somebody waits to join
         self._leave = False
@@ -88,7 +93,7 @@ class Client:
             while not self._changed.wait_for(lambda: self._stop or self._is_after(before), RETRY_SECONDS):
                 self._give_up_without_coordinator()
             if self._stop:
-                raise SystemExit(self._stop["code"])
+                raise Stopped(self._stop["code"])
             assert self._generation is not None
             return self._generation
 
@@ -123,6 +128,7 @@ class Client:
         self._forming = False
 
     def progressed(self, generation: Generation, operation: int) -> None:
+        self._committed = True
         self._tell({"type": "progress", "generation": generation.number, "operation": operation})
 
     def finished(self) -> None:
@@ -193,6 +199,7 @@ class Client:
                 "generation": self._generation.to_json() if self._generation else None,
                 "standing": asdict(standing) if standing else None,
                 "finished": self._finished,
+                "committed": self._committed,
             }
         try:
             line = Line(self._place.coordinator, self._place.token, hello)

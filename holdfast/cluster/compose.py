@@ -28,13 +28,13 @@ def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], targ
     ('0.0', '0.2')
     """
     stay = {w: s for w, s in standings.items() if not s.leaving}
-    if not _has_newest(stay, standings):
-        stay = dict(standings)
-    dismissed = tuple(sorted(standings.keys() - stay.keys(), key=worker_order))
-    if standings and all(s.leaving for s in standings.values()):
-        return Composition(members=(), dismissed=tuple(standings), reason="everybody was asked to leave")
     room = max(0, target - len(stay)) if _all_at_one_boundary(standings) else 0
     joiners = sorted(waiting, key=worker_order)[:room]
+    if standings and not stay and not joiners:
+        return Composition(members=(), dismissed=tuple(standings), reason="everybody was asked to leave")
+    if not _has_newest(stay, standings):
+        stay = dict(standings)  # the leavers hand the state over first, and leave at the next boundary
+    dismissed = tuple(sorted(standings.keys() - stay.keys(), key=worker_order))
     members = tuple(sorted([*stay, *joiners], key=worker_order))
     return Composition(members=members, dismissed=dismissed, reason=_reason(dismissed, joiners))
 
@@ -88,10 +88,9 @@ def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: M
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a worker's end means for the run: stop it (with this exit code and text), or go on."""
+    """What a worker's end means for the run: stop it, or go on."""
 
     stop: bool
-    exit_code: int = 0
     reason: str
 
 
@@ -105,9 +104,9 @@ def judge_error(*, error: str, earlier: Collection[str], alive: int) -> Verdict:
     True
     """
     if error in earlier:
-        return Verdict(stop=True, exit_code=1, reason="the same error again on another worker")
+        return Verdict(stop=True, reason="the same error again on another worker")
     if alive == 0:
-        return Verdict(stop=True, exit_code=1, reason="the error ended every worker")
+        return Verdict(stop=True, reason="the error ended every worker")
     return Verdict(stop=False, reason="a single worker's error; the others go on")
 
 

@@ -32,6 +32,7 @@ class Settings:
     maximum_hosts: int = 1
     heartbeat_timeout: float = 5.0
     patience: float = 30.0  # how long to wait for missing hosts
+    first_host: int = 0
     events: str | None = None
 
 
@@ -40,7 +41,12 @@ class Coordinator:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._roster = Roster(minimum_hosts=settings.minimum_hosts, events=Events(settings.events))
+        self._roster = Roster(
+            minimum_hosts=settings.minimum_hosts,
+            events=Events(settings.events),
+            first_host=settings.first_host,
+            grace=settings.heartbeat_timeout,
+        )
         self._watch = Watch(self._roster, heartbeat_timeout=settings.heartbeat_timeout, patience=settings.patience)
         self._strangers = 0
 
@@ -119,6 +125,7 @@ class Coordinator:
             name=hello["worker"],
             address=hello["address"],
             label=hello["label"],
+            fresh=hello["generation"] is None,
             standing=standing,
         )
         if (refusal := self._roster.add_worker(worker, hello)) is not None:

@@ -76,13 +76,26 @@ class Group:
         What is sent must stay as it is until the next ``vote`` has succeeded.
         """
         self.check()
+        works: list[Any] = []
         try:
             with self._together():
-                works = [self._backend.recv([tensor], peer, tag) for peer, tensor, tag in receives]
-                self._sent += [self._backend.send([tensor], peer, tag) for peer, tensor, tag in sends]
+                for peer, tensor, tag in receives:
+                    works.append(self._backend.recv([tensor], peer, tag))
+                for peer, tensor, tag in sends:
+                    self._sent.append(self._backend.send([tensor], peer, tag))
         except RuntimeError as e:
-            raise self._gave_up(e) from e
+            broken = self._gave_up(e)
+            self._drain(works)
+            raise broken from e
         return works
+
+    def _drain(self, receives: Sequence[Any]) -> None:
+        """After an abort: waits until none of these writes into its tensor any more."""
+        for work in receives:
+            try:
+                work.wait()
+            except RuntimeError:
+                pass
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -96,15 +109,13 @@ class Group:
 
     def finish(self, receives: Sequence[Any]) -> None:
         """Waits for posted receives, all of them even if one fails: none writes into its tensor later."""
-        error: RuntimeError | None = None
-        for work in receives:
+        for number, work in enumerate(receives):
             try:
                 work.wait()
             except RuntimeError as e:
-                error = error or e
-                self._gave_up(e)
-        if error is not None:
-            raise self._gave_up(error) from error
+                broken = self._gave_up(e)
+                self._drain(receives[number + 1 :])
+                raise broken from e
         self.check()
 
     def sum(self, values: torch.Tensor) -> None:
@@ -224,8 +235,8 @@ def _is_pair(number: int, addresses: set[str]) -> bool:
 def _shut_down(number: int, inode: str) -> None:
     """Shuts a socket down unless its descriptor has become somebody else's in the meantime."""
     try:
-        if os.readlink(f"/proc/self/fd/{number}") == inode:
-            with socket.socket(fileno=os.dup(number)) as mine:
+        with socket.socket(fileno=os.dup(number)) as mine:
+            if os.readlink(f"/proc/self/fd/{mine.fileno()}") == inode:
                 mine.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass

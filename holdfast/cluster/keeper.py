@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import socket
 import sys
@@ -53,9 +54,10 @@ class Keeper:
         """Starts the coordinator, and starts it again whenever it dies; returns when it is done."""
         assert self._listener is not None
         descriptor = self._listener.fileno()
-        while True:
+        for start in itertools.count():
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "holdfast.cluster.coordinator", "--listener", str(descriptor)),
+                *("--first-host", str(1000 * start)),
                 *options,
                 env={**os.environ, "HOLDFAST_TOKEN": token},
                 pass_fds=[descriptor],

@@ -48,6 +48,8 @@ class LocalWorker:
             pass  # it is ending already
 
 
+LATE_SECONDS = 1.0
+
 Ended = Callable[[LocalWorker, int, str], None]  # worker, exit code, cause
 
 
@@ -67,6 +69,8 @@ class LocalWorkers:
         self._log_dir = log_dir
         self._zygote = zygote if zygote is not None else start_zygote()
         self._zygote.setblocking(False)
+        self._zygote_pid: int | None = None
+        self._orders: list[tuple[bytes, socket.socket]] = []
         self._events = events
         self._say = say
         self._ended = ended
@@ -86,18 +90,37 @@ class LocalWorkers:
             "arguments": command,
             "environment": environment,
         }
-        socket.send_fds(self._zygote, [json.dumps(order).encode()], [theirs.fileno()])
-        theirs.close()
+        self._orders.append((json.dumps(order).encode(), theirs))
+        self._send_orders()
         asyncio.get_running_loop().add_reader(ours.fileno(), self._hear, worker)
+
+    def _send_orders(self) -> None:
+        """A zygote that still imports torch reads nothing, and a socket holds only so many orders."""
+        while self._orders:
+            data, lifeline = self._orders[0]
+            try:
+                socket.send_fds(self._zygote, [data], [lifeline.fileno()])
+            except BlockingIOError:
+                asyncio.get_running_loop().call_later(0.02, self._send_orders)
+                return
+            except OSError:
+                return  # it has ended; the next one gets them
+            lifeline.close()
+            del self._orders[0]
 
     async def hear_zygote(self) -> None:
         """Runs for ever: which worker has which pid, and how it ended."""
         loop = asyncio.get_running_loop()
         while True:
-            data = await loop.sock_recv(self._zygote, 2**16)
+            try:
+                data = await loop.sock_recv(self._zygote, 2**16)
+            except OSError:
+                data = b""
             message = json.loads(data) if data else {}
             if not data:
                 self._replace_zygote()
+            elif "ready" in message:
+                self._zygote_pid = message["ready"]
             elif "started" in message and message["started"] in self.alive:
                 self.alive[message["started"]].pid = message["pid"]
             elif "exited" in message:
@@ -110,6 +133,8 @@ class LocalWorkers:
             worker.orphan = True
         self._zygote = start_zygote()
         self._zygote.setblocking(False)
+        self._zygote_pid = None
+        self._send_orders()
 
     def _hear(self, worker: LocalWorker) -> None:
         """A worker tells its last error on its lifeline; the end of it is the end of the worker."""
@@ -123,8 +148,17 @@ class LocalWorkers:
             worker.error = json.loads(data)
             return
         asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
-        if worker.orphan:
-            self._remove(worker, 1, "ended; its zygote had ended before it")
+        # Its zygote should say how it ended. One that does not is gone, or hangs.
+        wait = 0.0 if worker.orphan else LATE_SECONDS
+        asyncio.get_running_loop().call_later(wait, self._unreported, worker)
+
+    def _unreported(self, worker: LocalWorker) -> None:
+        if self.alive.get(worker.name) is not worker:
+            return
+        if not worker.orphan and self._zygote_pid is not None:
+            os.kill(self._zygote_pid, signal.SIGKILL)  # hung; another will take its place
+        worker.orphan = True
+        self._remove(worker, 1, "ended; its zygote did not say how")
 
     def _exited(self, pid: int, code: int) -> None:
         worker = next((w for w in self.alive.values() if w.pid == pid), None)
@@ -159,7 +193,8 @@ class LocalWorkers:
             data = log.read()
         whole, newline, _ = data.rpartition(b"\n")
         worker.shown += len(whole) + len(newline)
-        if newline and worker.error is None:  # a traceback is shown once, by the verdict
+        hidden = worker.error is not None and worker.error.get("shown")  # once, by the verdict
+        if newline and not hidden:
             for line in whole.decode(errors="replace").split("\n"):
                 self._say(f"[{worker.name}] {line}")
 

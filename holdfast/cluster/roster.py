@@ -44,15 +44,22 @@ class Worker(Peer):
     name: str
     address: str
     label: str
+    fresh: bool = True  # it has never been in a generation
     standing: Standing | None = None  # None while it trains
     doing: tuple[int, str] | None = None
+
+
+def _given_up(name: str) -> Message:
+    return {"code": GIVEN_UP, "message": f"worker {name} was given up for lost"}
 
 
 class Roster:
     """Keeps the list of the living, decides with ``compose``, tells everybody."""
 
-    def __init__(self, *, minimum_hosts: int, events: Events) -> None:
+    def __init__(self, *, minimum_hosts: int, events: Events, first_host: int = 0, grace: float = 5.0) -> None:
         self.minimum_hosts = minimum_hosts
+        self._born = time.monotonic()
+        self._grace = grace  # for those who hold the state to find us after our restart
         self.events = events
         self.hosts: dict[int, Host] = {}
         self.workers: dict[str, Worker] = {}
@@ -65,7 +72,7 @@ class Roster:
         self._breaking = False
         self._errors: list[str] = []
         self._lost: list[tuple[str, float]] = []  # whose loss the next generation recovers from, and when
-        self._next_host = 0
+        self._next_host = first_host  # higher after each restart: a number is never given twice
 
     @property
     def members(self) -> list[str]:
@@ -94,20 +101,23 @@ class Roster:
             return refusal
         self.workers[worker.name] = worker
         self.absent.pop(worker.name, None)
+        self._committed = self._committed or hello["committed"]
         if hello["finished"]:
             self.finish()
         if known is not None:
             self._remember(known)
+        if worker.standing is not None:
+            self.show_standing(worker, worker.standing, known.number if known is not None else 0)
         self.advance()
         return None
 
     def _refuses(self, worker: Worker, known: Generation | None) -> Message | None:
         """It was given up, it differs from the others, or the run is over."""
-        if self.generation is not None and known is not None and not self.absent:
-            given_up = worker.name not in self.members and known.number < self.generation.number
-            if given_up:
-                return {"code": GIVEN_UP, "message": f"worker {worker.name} was given up for lost"}
-        if self.finishing and known is None:
+        if known is not None:  # a worker that trains already
+            current = 0 if self.generation is None else self.generation.number
+            given_up = worker.name not in self.members and known.number <= current
+            return _given_up(worker.name) if given_up else None
+        if self.finishing:
             return {"code": 0, "message": "the run is finished"}
         other = next((w for w in self.workers.values() if w.label != worker.label), None)
         if other is not None:
@@ -125,6 +135,8 @@ class Roster:
             self.generation = known
             now = time.monotonic()
             self.absent = {w: now for w in known.workers if w not in self.workers}
+            for name in [n for n, w in self.workers.items() if not w.fresh and n not in known.workers]:
+                self.workers.pop(name).send({"type": "stop", **_given_up(name)})
 
     # --- going -----------------------------------------------------------------------------------
 
@@ -132,7 +144,7 @@ class Roster:
         """Its workers have connections of their own; what goes with the host is its share of the target."""
         del self.hosts[number]
         self.events.write("host-gone", host=number, cause=cause)
-        if not self.hosts and cause == DONE:
+        if not self.hosts and (cause == DONE or self.finishing):
             self.stopped.set()
         self.advance()
 
@@ -156,7 +168,8 @@ class Roster:
         worker, error = self.workers.get(report["worker"]), report["error"]
         if worker is not None:
             worker.writer.transport.abort()
-            self.worker_gone(worker.name, report["cause"])
+        if worker is not None or report["worker"] in self.absent:
+            self.worker_gone(report["worker"], report["cause"])
         if error is None:
             return
         if error["final"]:
@@ -167,7 +180,11 @@ class Roster:
         verdict = compose.judge_error(error=last, earlier=self._errors, alive=len(self.workers))
         self._errors.append(last)
         if verdict.stop:
-            self.stop(verdict.exit_code, f"{error['text'].rstrip()}\nstopped: {verdict.reason}")
+            self.stop(error["code"], f"{error['text'].rstrip()}\nstopped: {verdict.reason}")
+        else:
+            notice = f"holdfast: worker {report['worker']} failed ({last}); {verdict.reason}"
+            for host in self.hosts.values():
+                host.send({"type": "say", "text": notice})
 
     def nobody_left_on(self, host: Host, reason: str) -> None:
         if not self.workers:
@@ -204,7 +221,8 @@ class Roster:
             self._invite()
 
     def _waiting(self) -> list[str]:
-        return [n for n, w in self.workers.items() if n not in self.members and w.standing is not None]
+        waiting = [w for w in self.workers.values() if w.fresh and w.standing is not None]
+        return [w.name for w in waiting if w.name not in self.members]
 
     def _target(self) -> int:
         return sum(host.slots for host in self.hosts.values())
@@ -216,8 +234,9 @@ class Roster:
             waiting[host] = waiting.get(host, 0) + 1
         slots = {number: host.slots for number, host in self.hosts.items()}
         readiness = compose.first_generation(slots=slots, minimum_hosts=self.minimum_hosts, waiting=waiting)
-        if readiness.ready and self.begun:  # we are restarted, and those who held the state are gone
-            self.stop(3, "too few workers: coordinator and workers were lost together")
+        if readiness.ready and self.begun:  # we are restarted: those who hold the state may yet report
+            if time.monotonic() - self._born > self._grace:
+                self.stop(3, "too few workers: coordinator and workers were lost together")
         elif readiness.ready:
             names = sorted(self._waiting(), key=worker_order)[: self._target()]
             self._announce(names, readiness.reason)
@@ -244,6 +263,10 @@ class Roster:
         if composition.members:
             self._announce(composition.members, composition.reason)
         elif standings:
+            for host in self.hosts.values():
+                if host.slots:  # one that was not asked to leave
+                    text = "too few workers: all that held the model were asked to leave"
+                    host.send({"type": "stop", "code": 3, "message": text})
             self.stop(0, composition.reason)
 
     def _state_is_lost(self, standings: dict[str, Standing]) -> bool:
@@ -259,7 +282,7 @@ class Roster:
             worker = self.workers[name]
             assert worker.standing is not None
             members.append(Member(worker=name, address=worker.address, standing=worker.standing))
-            worker.standing = None
+            worker.standing, worker.fresh = None, False
         self.generation = Generation(number=number, members=tuple(members), reason=reason)
         self._breaking = False
         self.begun = True
@@ -287,6 +310,7 @@ class Roster:
             self._lost.clear()
         for host in self.hosts.values():
             host.send({"type": "recovered"})
+        self.advance()  # whoever waits to join, a spare above all, is invited now
 
     # --- the end ---------------------------------------------------------------------------------
 

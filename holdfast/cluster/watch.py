@@ -40,6 +40,7 @@ class Watch:
         self._look_for_absence(now)
         self._look_for_hosts(now)
         self._look_for_disagreement()
+        self._roster.advance()  # some decisions wait for time to pass
 
     def disconnected(self, name: str) -> None:
         """A closed connection is a death, unless we were the one who did not answer."""

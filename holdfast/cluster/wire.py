@@ -16,7 +16,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-SERVER_LIMIT = 64 * 2**10  # bytes of one line anybody, a stranger too, can make the coordinator hold
+SERVER_LIMIT = 2**20  # bytes of one line anybody, a stranger too, can make the coordinator hold
 CLIENT_LIMIT = 16 * 2**20  # a generation of thousands of workers, from a coordinator that has proved itself
 HANDSHAKE_SECONDS = 5.0
 

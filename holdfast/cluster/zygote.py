@@ -36,7 +36,7 @@ def serve(agent: socket.socket) -> None:
                 _, status = os.waitpid(pid, 0)
                 _report(agent, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
                 continue
-            data, descriptors, _, _ = socket.recv_fds(agent, 2**16, 1)
+            data, descriptors, _, _ = socket.recv_fds(agent, 2**20, 1)
             if not data:
                 return
             pid = _fork(json.loads(data), descriptors[0], agent, children)
@@ -89,29 +89,34 @@ def run_worker(order: Order, lifeline: int) -> int:
     os.close(log)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.clear()
     os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))
     os.chdir(order["folder"])
     import torch
+
+    from holdfast.cluster.client import Stopped
+    from holdfast.run import farewell
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = list(order["arguments"])
     try:
         _run_script(order["module"])
-        from holdfast.run import farewell
-
         farewell()
         return 0
+    except Stopped as e:
+        return int(e.code or 0)
     except SystemExit as e:
-        return e.code if isinstance(e.code, int) else int(e.code is not None)
+        code = e.code if isinstance(e.code, int) else 1
+        _tell_agent(lifeline, {"text": f"the script exited with {e.code!r}", "code": code, "final": False})
+        return code
     except HoldfastError as e:
         print(f"holdfast: {e}", file=sys.stderr)
-        _tell_agent(lifeline, {"text": f"holdfast: {e}", "code": e.exit_code, "final": True})
+        error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True}
+        _tell_agent(lifeline, error)
         return e.exit_code
     except BaseException:
         text = traceback.format_exc()
         print(text, file=sys.stderr)
-        _tell_agent(lifeline, {"text": text[-16000:], "code": 1, "final": False})
+        _tell_agent(lifeline, {"text": text[-8000:], "code": 1, "final": False, "shown": True})
         return 1
 
 

@@ -169,12 +169,13 @@ class Engine:
         self.update.apply(step=step)
         if faults.sabotaged("double-update"):
             self.update.apply(step=step)
-        self.drop()
         self.statistics.keep()
+        self.drop()
         seed_everything(seed_of(self.order.seed, step, "after"), self.model.device)
 
     def drop(self) -> None:
         """Forget the gradients of the last attempt."""
+        self.statistics.restore()
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
             reduction.release()

@@ -31,7 +31,9 @@ class State:
             return {"settings": self.update.settings(), "progress": self.progress}
         parameters, buffers = self.model.parts()[part]
         trained = [p for p in parameters if p.requires_grad]
-        return {"parameters": parameters, "buffers": buffers, "slots": self.update.slots(trained)}
+        # Buffers are copied: a forward pass may change them before what is sent has arrived.
+        copies = [buffer.clone() for buffer in buffers]
+        return {"parameters": parameters, "buffers": copies, "slots": self.update.slots(trained)}
 
     @torch.no_grad()
     def write(self, part: int, value: Any) -> None:

@@ -42,10 +42,14 @@ class RunningStatistics:
         self._before: list[torch.Tensor] | None = None
 
     def begin(self) -> None:
-        if self._before is not None:  # the last attempt broke
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def restore(self) -> None:
+        """The attempt is dropped: what its forward passes have changed is undone."""
+        if self._before is not None:
             for buffer, old in zip(self._buffers, self._before, strict=True):
                 buffer.copy_(old)
-        self._before = [buffer.clone() for buffer in self._buffers]
+            self._before = None
 
     def agree(self, group: Group) -> None:
         """Floating-point statistics are averaged; counters are the first worker's."""

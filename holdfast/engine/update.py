@@ -83,7 +83,7 @@ def _like(value: Any, p: nn.Parameter) -> Any:
     """Slots shaped as the parameter live where it lives; counters stay on the CPU, as torch keeps them."""
     if isinstance(value, torch.Tensor) and value.shape == p.shape:
         return value.to(p.device)
-    return value
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class Kind(IntEnum):
 
     STEP = 1
     EVALUATION = 2
-    END = 3
+    SAVE = 3
+    END = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,4 +223,6 @@ class Cohort:
         receivers = [generation.rank_of(worker) for worker in settlement.receivers]
         if self.membership.worker in settlement.holders and self._operation is None:
             self._operation = settlement.operation  # the begin: this worker's own state is the first
+        if self.membership.worker in settlement.receivers:
+            self._operation = None  # until the last part is in, it holds nothing
         return copy_state(self.group, self._state, holders=holders, receivers=receivers)

@@ -48,21 +48,23 @@ def copy_state(group: Group, state: State, *, holders: Sequence[int], receivers:
 
 def _send(group: Group, state: State, part: int, receiver: int, copied: Copied) -> None:
     text, tensors = codec.flatten(state.read(part))
-    header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    length = torch.tensor([len(text)])
-    flat = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+    device = state.model.device
+    header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(text)], device=device)
+    flat = [tensor.to(device).contiguous() for tensor in tensors if tensor.numel()]
     copied.kept += [header, length, *flat]
     sends = [(receiver, length, LENGTH_TAG), (receiver, header, TEXT_TAG)]
     group.start([*sends, *((receiver, tensor, TENSOR_TAG) for tensor in flat)], [])
 
 
 def _receive(group: Group, state: State, part: int, sender: int) -> int:
-    length = torch.zeros(1, dtype=torch.int64)
+    device = state.model.device
+    length = torch.zeros(1, dtype=torch.int64, device=device)
     group.finish(group.start([], [(sender, length, LENGTH_TAG)]))
-    header = torch.zeros(int(length), dtype=torch.uint8)
+    header = torch.zeros(int(length), dtype=torch.uint8, device=device)
     group.finish(group.start([], [(sender, header, TEXT_TAG)]))
-    text = header.numpy().tobytes()
-    tensors = codec.empty_tensors(text)
+    text = header.cpu().numpy().tobytes()
+    tensors = [tensor.to(device) for tensor in codec.empty_tensors(text)]
     faults.point("copy")
     group.finish(group.start([], [(sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))
     state.write(part, codec.unflatten(text, tensors))

@@ -57,7 +57,8 @@ def test_there_are_never_more_than_wanted_unless_they_survived(
 ) -> None:
     made = compose(standings=standings, waiting=waiting, target=target)
     joiners = set(made.members) - set(standings)
-    assert not joiners or len(made.members) <= target
+    staying = [w for w in made.members if w in joiners or not standings[w].leaving]
+    assert not joiners or len(staying) <= target
 
 
 @given(reachable(), waiting_lists, targets)
@@ -81,6 +82,13 @@ def test_leavers_leave_only_if_somebody_who_stays_has_a_state(standings: dict[st
     made = compose(standings=standings, waiting=[], target=target)
     if made.members and any(s.operation is not None for s in standings.values()):
         assert any(standings[worker].operation is not None for worker in made.members)
+
+
+def test_leavers_hand_over_to_those_who_wait() -> None:
+    standings = {"0.0": Standing(operation=3, boundary=True, leaving=True)}
+    made = compose(standings=standings, waiting=["1.0"], target=1)
+    assert (made.members, made.dismissed) == (("0.0", "1.0"), ())
+    assert compose(standings=standings, waiting=[], target=1).members == ()
 
 
 def test_no_committed_operation_leaves_with_a_leaver() -> None:

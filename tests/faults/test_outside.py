@@ -202,3 +202,89 @@ def test_random_kills(tmp_path: Path, undisturbed, request: pytest.FixtureReques
 
         result = launch(folder, workers=4, environment={**SLOW, "STEPS": "120"}, meddle=meddle)
         assert_nothing_lost(result, undisturbed(120))
+
+
+def test_a_coordinator_killed_at_the_very_end(tmp_path: Path) -> None:
+    async def meddle(agent: Agent) -> None:
+        await training(agent, 19)
+        kill_coordinator(agent)
+
+    result = launch(tmp_path, environment={"STEPS": "20", "WANTED": "99"}, meddle=meddle, seconds=30)
+    assert result.code == 0
+
+
+def test_a_spare_does_not_pass_for_all_that_is_left(tmp_path: Path, undisturbed) -> None:
+    """The restarted coordinator meets the waiting spare before the worker that trains."""
+
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        await until(lambda: len(agent.workers) == 2)
+        await asyncio.sleep(0.2)
+        kill_coordinator(agent)
+
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        result = launch(folder, workers=1, spares=1, environment=SLOW, meddle=meddle)
+        assert result.code == 0
+        assert result.sha256 == undisturbed(60).sha256
+
+
+def test_a_spare_comes_in_without_a_replacement(tmp_path: Path, undisturbed) -> None:
+    environment = {"STEPS": "60", "WANTED": "3", "PATIENT": "4"}
+    faults = "kill worker=0.1 step=12 phase=forward"
+    result = launch(tmp_path, spares=1, max_restarts=0, faults=faults, environment={**environment, "PATIENT": "0"})
+    assert result.sha256 == undisturbed(60).sha256
+    assert result.of("generation")[-1]["workers"] == ["0.0", "0.2", "0.3"]
+
+
+def test_all_lost_after_a_coordinator_restart_is_not_a_new_begin(tmp_path: Path) -> None:
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        kill_coordinator(agent)
+        await until(lambda: count_events(agent, "host") >= 2)
+        await asyncio.sleep(0.3)
+        for worker in list(agent.workers.values()):
+            os.kill(worker.pid, signal.SIGKILL)
+
+    result = launch(tmp_path, workers=2, environment=SLOW, meddle=meddle)
+    assert result.code == 3
+    steps = [e["step"] for e in result.of("commit")]
+    assert steps.count(0) == 2, "nobody began again from step 0"
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_zygote_and_worker_lost_together(tmp_path: Path, undisturbed, blow: signal.Signals) -> None:
+    from tests import harness
+
+    kept, harness._zygote[:] = harness._zygote[:], []
+    try:
+
+        async def meddle(agent: Agent) -> None:
+            await training(agent)
+            zygote = int(Path(f"/proc/{agent.workers['0.0'].pid}/stat").read_text().split()[3])
+            os.kill(zygote, signal.SIGSTOP)
+            os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+            os.kill(zygote, blow)
+
+        result = launch(tmp_path, environment={**SLOW, "STEPS": "200"}, meddle=meddle, seconds=90)
+    finally:
+        harness._zygote[:] = kept
+    assert result.code == 0
+    assert result.sha256 == undisturbed(200).sha256
+    assert "0.3" in {r["worker"] for r in result.results}, "the lost one was replaced"
+
+
+def test_many_workers_with_a_large_environment_all_start(tmp_path: Path) -> None:
+    from tests import harness
+
+    script = tmp_path / "script.py"
+    script.write_text("print('here', flush=True)\n")
+    kept, harness._zygote[:] = harness._zygote[:], []
+    try:
+        result = launch(tmp_path, script=script, workers=30, environment={"LARGE": "x" * 20_000})
+    finally:
+        harness._zygote[:] = kept
+    assert result.code == 0
+    assert len(result.said) == 30
