@@ -33,12 +33,13 @@ def test_a_redone_step_starts_from_the_old_statistics() -> None:
     statistics = RunningStatistics(norm)
     statistics.begin()
     norm(torch.randn(4, 2) + 5)
-    statistics.begin()  # the attempt before broke
+    statistics.restore()  # the attempt broke
     assert norm.running_mean.tolist() == [0.0, 0.0]
+    statistics.begin()
     norm(torch.randn(4, 2) + 5)
     statistics.keep()
     kept = norm.running_mean.clone()
-    statistics.begin()
+    statistics.restore()
     assert torch.equal(norm.running_mean, kept)
 
 
