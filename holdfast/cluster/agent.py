@@ -312,7 +312,8 @@ class Agent:
         else:
             self._restarts += 1
             self._recovered = False
-            wait = REPLACE_AFTER_SECONDS if self._begun else 0.0
+            # A script that fails may be about to end the run: no need to start it again meanwhile.
+            wait = REPLACE_AFTER_SECONDS if self._begun or worker.error is not None else 0.0
             self._replacements.append((worker.slot, time.monotonic() + wait))
 
     async def _replace(self) -> None:
