@@ -85,11 +85,8 @@ class Run:
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
         device: str | torch.device | None = None,
     ) -> None:
+        _check_settings(numerics, seed, tolerate)
         _check_batches(data, global_batch, micro_batch)
-        if numerics not in ("exact", "fast"):
-            raise UsageError(f"numerics={numerics!r} is not known", hint="'exact' or 'fast'")
-        if seed < 0 or tolerate < 0:
-            raise UsageError("seed and tolerate cannot be negative")
         exact = numerics == "exact"
         if exact:  # sums inside an operator depend on the number of threads
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -268,6 +265,13 @@ def _write_whole(module: nn.Module, target: Path) -> None:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _check_settings(numerics: str, seed: int, tolerate: int) -> None:
+    if numerics not in ("exact", "fast"):
+        raise UsageError(f"numerics={numerics!r} is not known", hint="'exact' or 'fast'")
+    if seed < 0 or tolerate < 0:
+        raise UsageError("seed and tolerate cannot be negative")
 
 
 def _check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.agent import Agent, AgentSettings, start_zygote
+from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.events import read_events
+from holdfast.cluster.local import start_zygote
 
 TRAIN = Path(__file__).parent / "faults" / "train.py"
 _zygote: list[Any] = []

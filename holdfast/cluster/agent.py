@@ -15,11 +15,9 @@ from typing import Any
 from holdfast.cluster import wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.keeper import LOOPBACK, Keeper
-from holdfast.cluster.local import LocalWorker, LocalWorkers, start_zygote
+from holdfast.cluster.local import LocalWorker, LocalWorkers
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
-
-__all__ = ["Agent", "AgentSettings", "start_zygote"]
 
 GRACE_SECONDS = 30.0  # for workers to reach a step boundary after they were asked to leave
 REPLACE_AFTER_SECONDS = 2.0  # at the latest; usually as soon as the survivors have recovered

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.agent import Agent, AgentSettings, start_zygote
+from holdfast.cluster.agent import Agent, AgentSettings
+from holdfast.cluster.local import start_zygote
 from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, kill_workers
 from holdfast.demo.show import Show
 from holdfast.demo.story import Story, Tail

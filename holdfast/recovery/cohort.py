@@ -21,7 +21,7 @@ from holdfast.cluster.membership import Generation, Membership, Standing
 from holdfast.engine.state import State
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.copy import Copied, copy_state
+from holdfast.recovery.copy import copy_state
 from holdfast.recovery.settle import Settlement, settle
 
 
@@ -59,7 +59,6 @@ class Cohort:
         self._ended = 0  # the newest generation known to be over
         self._stop_at_boundary = False
         self._first_of_generation = False
-        self._copied = Copied()
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         membership.on_break(self._broken)
 
@@ -135,7 +134,6 @@ class Cohort:
         self._operation += 1
         if self._first_of_generation:
             self._first_of_generation = False
-            self._copied = Copied()
             self._free_closed_groups()
             self.membership.progressed(self.group.generation, self._operation)
 
@@ -188,7 +186,7 @@ class Cohort:
             self._roll_forward(generation, settlement)
         else:
             self._drop()
-        self._copied = self._copy(generation, settlement)
+        received = self._copy(generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
@@ -198,7 +196,7 @@ class Cohort:
             generation=generation.number,
             operation=self._operation,
             reason=settlement.reason,
-            received=self._copied.received,
+            received=received,
         )
 
     def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:
@@ -215,10 +213,10 @@ class Cohort:
             self._voted.drop()
             self._voted = None
 
-    def _copy(self, generation: Generation, settlement: Settlement) -> Copied:
+    def _copy(self, generation: Generation, settlement: Settlement) -> int:
         assert self.group is not None
         if not settlement.receivers:
-            return Copied()
+            return 0
         holders = [generation.rank_of(worker) for worker in settlement.holders]
         receivers = [generation.rank_of(worker) for worker in settlement.receivers]
         if self.membership.worker in settlement.holders and self._operation is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -15,14 +14,6 @@ from holdfast.engine.state import State
 LENGTH_TAG, TEXT_TAG, TENSOR_TAG = 1, 2, 3
 
 
-@dataclass(kw_only=True)
-class Copied:
-    """How many bytes came, and what is still being sent."""
-
-    received: int = 0
-    kept: list[torch.Tensor] = field(default_factory=list)
-
-
 def sender_of(part: int, holders: Sequence[int]) -> int:
     """Which holder sends a part.
 
@@ -32,27 +23,25 @@ def sender_of(part: int, holders: Sequence[int]) -> int:
     return holders[part % len(holders)]
 
 
-def copy_state(group: Group, state: State, *, holders: Sequence[int], receivers: Sequence[int]) -> Copied:
-    """Every member calls this. What a holder sends must stay as it is until the next vote."""
+def copy_state(group: Group, state: State, *, holders: Sequence[int], receivers: Sequence[int]) -> int:
+    """Every member calls this; returns the bytes that came. What is sent must stay as it is until the next vote."""
     if group.rank in receivers:
         senders = [sender_of(part, holders) for part in range(len(state))]
-        return Copied(received=sum(_receive(group, state, part, sender) for part, sender in enumerate(senders)))
-    copied = Copied()
+        return sum(_receive(group, state, part, sender) for part, sender in enumerate(senders))
     for part in range(len(state)):
         if sender_of(part, holders) == group.rank:
             faults.point("copy")
             for receiver in receivers:
-                _send(group, state, part, receiver, copied)
-    return copied
+                _send(group, state, part, receiver)
+    return 0
 
 
-def _send(group: Group, state: State, part: int, receiver: int, copied: Copied) -> None:
+def _send(group: Group, state: State, part: int, receiver: int) -> None:
     text, tensors = codec.flatten(state.read(part))
     device = state.model.device
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     length = torch.tensor([len(text)], device=device)
     flat = [tensor.to(device).contiguous() for tensor in tensors if tensor.numel()]
-    copied.kept += [header, length, *flat]
     sends = [(receiver, length, LENGTH_TAG), (receiver, header, TEXT_TAG)]
     group.start([*sends, *((receiver, tensor, TENSOR_TAG) for tensor in flat)], [])
 

@@ -16,16 +16,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.bench.race import free_port
 from holdfast.cluster.events import read_events
 from tests.harness import TRAIN, Result
 
 STEPS = 300  # 20 ms each until both hosts are there: time for the second to start
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_agent(

@@ -70,10 +70,9 @@ def test_a_hung_coordinator_stops_nobody(tmp_path: Path, undisturbed) -> None:
 
 def test_workers_outlive_the_zygote(tmp_path: Path, undisturbed) -> None:
     """The harness's own zygote is for all tests; this run gets one to kill."""
-    from holdfast.cluster import agent as agent_module
     from tests import harness
 
-    kept, harness._zygote[:] = harness._zygote[:], [agent_module.start_zygote()]
+    kept, harness._zygote[:] = harness._zygote[:], []
     try:
 
         async def meddle(agent: Agent) -> None:

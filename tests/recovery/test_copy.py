@@ -41,7 +41,7 @@ def test_receivers_end_with_the_state_of_the_holders(
 
     def work(group: Any) -> tuple[int, str, dict[str, Any]]:
         state = make_state(7, steps) if group.rank in holders else make_state(group.rank, 1)
-        count = copy_state(group, state, holders=holders, receivers=receivers).received
+        count = copy_state(group, state, holders=holders, receivers=receivers)
         group.vote(torch.zeros(1))
         return count, state.sha256(), state.progress
 
