@@ -22,6 +22,12 @@ class UsageError(HoldfastError, ValueError):
     exit_code = 2
 
 
+class CheckpointError(HoldfastError):
+    """A checkpoint is missing, incomplete, damaged, or does not fit what it is loaded into."""
+
+    exit_code = 4
+
+
 class LossNotFinite(HoldfastError):
     """The loss became NaN or infinite; redoing the step would give the same."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.engine import codec
+from holdfast import codec
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.update import Update
 

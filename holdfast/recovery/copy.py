@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast import codec
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group
-from holdfast.engine import codec
 from holdfast.engine.state import State
 
 LENGTH_TAG, TEXT_TAG, TENSOR_TAG = 1, 2, 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.engine import codec
+from holdfast import codec
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.state import State
 from holdfast.engine.update import Update

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim import lr_scheduler as lrs
 
-from holdfast.engine import codec
+from holdfast import codec
 from holdfast.engine.update import Update
 from holdfast.errors import UsageError
 

@@ -1,0 +1,132 @@
+"""State as JSON plus tensors: what crosses a wire, enters a hash or a checkpoint's index, without pickle."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from holdfast.errors import UsageError
+
+# JSON has no tuple, no bytes and no infinity, and its keys are strings. Such values are written as a dict
+# with one of these keys; a dict of the user's that looks like one is written as a list of items.
+TENSOR, TUPLE, ITEMS, FLOAT, BYTES, DTYPE = "$tensor", "$tuple", "$items", "$float", "$bytes", "$dtype"
+_MARKS = frozenset((TENSOR, TUPLE, ITEMS, FLOAT, BYTES, DTYPE))
+_HINT = "numbers, strings, tensors, lists and dicts can be kept"
+
+
+def encode(value: Any, tensor: Callable[[Any], Any], where: str = "state") -> Any:
+    """A value of dicts, lists, tuples, numbers, strings and tensors, as what JSON can say.
+
+    ``tensor`` gives what is written for a value that is none of the others, or None to refuse it.
+
+    >>> encode({"betas": (0.9, math.inf), 3: None}, lambda value: None)
+    {'$items': [['betas', {'$tuple': [0.9, {'$float': 'inf'}]}], [3, None]]}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: str(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and not _MARKS & value.keys():
+            return {key: encode(item, tensor, f"{where}.{key}") for key, item in value.items()}
+        items = [[encode(k, tensor, where), encode(v, tensor, f"{where}.{k}")] for k, v in value.items()]
+        return {ITEMS: items}
+    if isinstance(value, list | tuple):
+        items = [encode(item, tensor, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {TUPLE: items}
+    if isinstance(value, bytes):
+        return {BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {DTYPE: dtype_name(value)}
+    if isinstance(value, bool | int | float | str):  # subclasses: numpy's and enums are what they stand for
+        return encode(_plain_number(value), tensor, where)
+    found = tensor(value)
+    if found is None:
+        raise UsageError(f"{where} is a {type(value).__name__}, which cannot be kept", hint=_HINT)
+    return {TENSOR: found}
+
+
+def _plain_number(value: Any) -> Any:
+    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+
+
+def decode(node: Any, tensor: Callable[[Any], Any]) -> Any:
+    """The value that was encoded; ``tensor`` gives the tensor for what was written in its place.
+
+    >>> decode({'$tuple': [1, {'$float': '-inf'}]}, lambda found: None)
+    (1, -inf)
+    """
+    if isinstance(node, list):
+        return [decode(item, tensor) for item in node]
+    if not isinstance(node, dict):
+        return node
+    mark = next(iter(node), None) if len(node) == 1 else None
+    if mark not in _MARKS:
+        return {key: decode(item, tensor) for key, item in node.items()}
+    content = node[mark]
+    if mark == TENSOR:
+        return tensor(content)
+    if mark == TUPLE:
+        return tuple(decode(item, tensor) for item in content)
+    if mark == ITEMS:
+        return {decode(key, tensor): decode(item, tensor) for key, item in content}
+    if mark == FLOAT:
+        return float(content)
+    return base64.b64decode(content) if mark == BYTES else dtype_of(content)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as text.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a text, or an error: never another attribute of torch."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"{name!r} is no dtype")
+    return found
+
+
+def flatten(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """A value as a JSON text and its tensors.
+
+    >>> text, tensors = flatten({"step": 3, "w": torch.zeros(2)})
+    >>> unflatten(text, tensors)
+    {'step': 3, 'w': tensor([0., 0.])}
+    """
+    tensors: list[torch.Tensor] = []
+
+    def collect(found: Any) -> list[Any] | None:
+        if not isinstance(found, torch.Tensor):
+            return None
+        tensors.append(found.detach())
+        return [len(tensors) - 1, dtype_name(found.dtype), list(found.shape)]
+
+    return json.dumps(encode(value, collect)).encode(), tensors
+
+
+def empty_tensors(text: bytes) -> list[torch.Tensor]:
+    """Room for the tensors of a flattened value, before they arrive."""
+    found: dict[int, torch.Tensor] = {}
+
+    def make(description: list[Any]) -> None:
+        number, dtype, shape = description
+        found[number] = torch.empty(shape, dtype=dtype_of(dtype))
+
+    decode(json.loads(text), make)
+    return [found[number] for number in range(len(found))]
+
+
+def unflatten(text: bytes, tensors: list[torch.Tensor]) -> Any:
+    """The value of a text and its tensors."""
+    return decode(json.loads(text), lambda description: tensors[description[0]])
