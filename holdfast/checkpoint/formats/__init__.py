@@ -1,0 +1,64 @@
+"""The formats that can be read: each translates a checkpoint into a catalogue."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from holdfast.checkpoint import series
+from holdfast.checkpoint.pieces import Catalogue
+from holdfast.errors import CheckpointError, UsageError
+
+# In the order in which they are tried: those with the most telling files first.
+_MODULES = {
+    "holdfast": "holdfast.checkpoint.index",
+    "deepspeed-universal": "holdfast.checkpoint.formats.deepspeed_universal",
+    "deepspeed": "holdfast.checkpoint.formats.deepspeed",
+    "megatron": "holdfast.checkpoint.formats.megatron",
+    "dcp": "holdfast.checkpoint.formats.dcp",
+    "hf": "holdfast.checkpoint.formats.hf",
+    "torch": "holdfast.checkpoint.formats.torchsave",
+}
+
+
+def format_of(name: str) -> ModuleType:
+    """The module that reads a format, by the name users give it."""
+    if name not in _MODULES:
+        raise UsageError(f"there is no format {name!r}", hint=f"one of {', '.join(_MODULES)}")
+    return import_module(_MODULES[name])
+
+
+def recognise(path: Path) -> str | None:
+    """The name of the format that a path looks like."""
+    return next((name for name in _MODULES if format_of(name).recognise(path)), None)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    rules: Any = None,
+) -> Catalogue:
+    """The catalogue of a checkpoint of any format; of a run's folder, its newest checkpoint.
+
+    ``rules`` (see :mod:`holdfast.checkpoint.rules`) describe a layout that cannot be derived.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise CheckpointError(f"{place} does not exist", hint="check the path")
+    if format is None and (newest := series.newest(place)) is not None:
+        place = newest
+    chosen = format or recognise(place)
+    if chosen is None:
+        raise CheckpointError(f"{place} is not a checkpoint of a known format", hint=_hint(place))
+    module = format_of(chosen)
+    return module.open(place) if rules is None else module.open(place, rules=rules)
+
+
+def _hint(place: Path) -> str:
+    if place.is_dir() and any(place.glob("data-*-*.safetensors")):
+        return "it holds data without an index: a save that was not completed"
+    return f"known are {', '.join(_MODULES)}"

@@ -1,0 +1,186 @@
+"""Modules, optimizers and plain values as a tree with names: what is saved, the same on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.layout import Held, held_of
+from holdfast.checkpoint.pieces import Ref, name_of
+from holdfast.errors import UsageError
+
+NUMPY = "__numpy__"  # marks a tensor that was, and will be, a numpy array
+# What wrappers put into the names of a module that is the same without them.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(kw_only=True)
+class Described:
+    """What this worker has to save: a tree with a ``Ref`` for each tensor, and what it holds of each."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+
+
+def describe(tree: Mapping[str, Any]) -> Described:
+    """Names everything in a tree of modules, optimizers, objects with a state_dict, tensors and values.
+
+    >>> described = describe({"model": nn.Linear(2, 1), "step": 7})
+    >>> sorted(described.held), described.tree["step"]
+    (['model/bias', 'model/weight'], 7)
+    """
+    walker = _Walker(names=parameter_names(tree))
+    walker.out.tree = {str(key): walker.walk(value, (str(key),)) for key, value in tree.items()}
+    return walker.out
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel and the like."""
+    while isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        module = module.module
+    return module
+
+
+def tensors_of(module: nn.Module) -> dict[str, Any]:
+    """A module's parameters and buffers (and extra state) by the names they have without wrappers."""
+    return {_clean(name): value for name, value in unwrap(module).state_dict(keep_vars=True).items()}
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def parameter_names(tree: Any) -> dict[int, str]:
+    """The names of all parameters of the modules in a tree, by the parameters' ids."""
+    names: dict[int, str] = {}
+    for module in _modules(tree):
+        for name, p in unwrap(module).named_parameters():
+            names.setdefault(id(p), _clean(name))
+    return names
+
+
+def _modules(tree: Any) -> Iterator[nn.Module]:
+    if isinstance(tree, nn.Module):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _modules(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _modules(value)
+
+
+def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str | int]]:
+    """What each group's parameters are called: by their module, by themselves, or by number as torch does."""
+    keys: list[list[str | int]] = []
+    number = 0
+    for group in optimizer.param_groups:
+        own = group.get("param_names")
+        keys.append([])
+        for position, p in enumerate(group["params"]):
+            keys[-1].append(names.get(id(p), own[position] if own else number))
+            number += 1
+    used = [key for group in keys for key in group]
+    nameless = any(isinstance(key, int) for key in used)
+    if nameless and any(isinstance(key, str) for key in used):
+        raise UsageError("the optimizer has parameters that are in no saved module", hint="save their module too")
+    if len(set(used)) != len(used):
+        twice = next(key for key in used if used.count(key) > 1)
+        raise UsageError(f"two parameters of the optimizer are named {twice}", hint="one optimizer for each module")
+    return keys
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for two tensors that are the same memory; None where there is none.
+
+    A DTensor is known by itself: whether it has memory differs between workers, and what is one tensor on
+    one of them must be one on all.
+    """
+    if isinstance(tensor, DTensor):
+        return (id(tensor),)
+    if not tensor.numel() or tensor.layout is not torch.strided:
+        return None
+    return (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
+
+
+class _Walker:
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+        self.out = Described()
+        self._seen: dict[tuple[Any, ...], tuple[str, Any]] = {}  # also keeps what is seen alive
+
+    def walk(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, nn.Module):
+            return self._module(value, path)
+        if isinstance(value, Optimizer):
+            return self._optimizer(value, path)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray):
+            return {NUMPY: self._tensor(torch.from_numpy(np.ascontiguousarray(value)), path)}
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, Mapping):
+            return {key: self.walk(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [self.walk(item, (*path, i)) for i, item in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        if hasattr(value, "state_dict"):
+            return self.walk(value.state_dict(), path)
+        if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+            return value
+        raise UsageError(
+            f"{name_of(path)} is a {type(value).__name__}, which cannot be saved",
+            hint="modules, optimizers, things with a state_dict, tensors, numbers, strings, lists and dicts can",
+        )
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> Ref:
+        name = name_of(path)
+        memory = memory_of(tensor)
+        if memory is not None and memory in self._seen:
+            return Ref(name=self._seen[memory][0])
+        if name in self.out.held:
+            raise UsageError(f"two tensors are named {name}", hint="keys that read the same are one name")
+        self.out.held[name] = held_of(tensor, name)
+        if memory is not None:
+            self._seen[memory] = (name, tensor)
+        return Ref(name=name)
+
+    def _module(self, module: nn.Module, path: tuple[Any, ...]) -> dict[str, Any]:
+        section: dict[str, Any] = {}
+        for name, value in tensors_of(module).items():
+            section[name] = ref = self.walk(value, (*path, name))
+            if isinstance(ref, Ref) and ref.name != name_of((*path, name)):
+                first = next((n for n, other in section.items() if other == ref), None)
+                if first not in (None, name):
+                    self.out.tied[name] = str(first)
+            if isinstance(value, nn.Parameter):
+                if not value.requires_grad:
+                    self.out.frozen.append(name)
+            elif isinstance(value, torch.Tensor):
+                self.out.buffers.append(name)
+        return section
+
+    def _optimizer(self, optimizer: Optimizer, path: tuple[Any, ...]) -> dict[str, Any]:
+        keys = names_in(optimizer, self.names)
+        state, groups = {}, []
+        for group, called in zip(optimizer.param_groups, keys, strict=True):
+            for p, key in zip(group["params"], called, strict=True):
+                if p in optimizer.state:
+                    state[key] = self.walk(optimizer.state[p], (*path, "state", key))
+            hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            where = (*path, "param_groups", called[0] if called else "none")
+            groups.append({"params": called, **self.walk(hyper, where)})
+        return {"state": state, "param_groups": groups}

@@ -1,0 +1,72 @@
+"""How the workers that save or load together tell each other what they have."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks(Protocol):
+    """Those who save together. All must call ``exchange`` equally often; it raises if somebody is lost."""
+
+    rank: int
+    size: int
+
+    def exchange(self, text: bytes) -> list[bytes]:
+        """Everybody's text, in the order of the ranks."""
+
+
+class Alone:
+    """A script without process groups.
+
+    >>> Alone().exchange(b"mine")
+    [b'mine']
+    """
+
+    rank = 0
+    size = 1
+
+    def exchange(self, text: bytes) -> list[bytes]:
+        return [text]
+
+
+class Distributed:
+    """The ranks of a ``torch.distributed`` group, over a Gloo group of their own.
+
+    Theirs alone, because a save in the background must not get between the script's collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.rank = dist.get_rank(group)
+        self.size = len(members)
+        # Collective: every member of the group has to come here together.
+        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    def exchange(self, text: bytes) -> list[bytes]:
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(text)
+        dist.all_reduce(lengths, group=self._group)
+        longest = int(lengths.max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        all_texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(all_texts, mine, group=self._group)
+        return [theirs[: int(n)].numpy().tobytes() for theirs, n in zip(all_texts, lengths, strict=True)]
+
+
+_known: dict[int, tuple[object, Distributed]] = {}
+
+
+def current(group: dist.ProcessGroup | None = None) -> Ranks:
+    """The ranks of a process group, of the script's default one, or this process alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Alone()
+    chosen = group or dist.group.WORLD
+    if dist.get_world_size(chosen) == 1:
+        return Alone()
+    if id(chosen) not in _known or _known[id(chosen)][0] is not chosen:
+        _known[id(chosen)] = (chosen, Distributed(group))
+    return _known[id(chosen)][1]

@@ -1,0 +1,314 @@
+"""Reads boxes of logical tensors, whatever pieces and files they lie in.
+
+A read is planned first (pure: which bytes of which files go where), then carried out by a few threads in
+bounded memory: each takes a span of a file, checks it, and copies out of it what is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint.disk import (
+    BLOCK,
+    BUFFERS,
+    THREADS,
+    Bytes,
+    Progress,
+    checksum,
+    explained,
+    in_parallel,
+    open_direct,
+    read_exactly,
+    round_up,
+    silent,
+)
+from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Stored, flat_boxes, whole
+from holdfast.errors import CheckpointError
+
+SPAN = 2 * BLOCK  # a strided part is cut until it spans no more
+CHUNK = 16 * BLOCK  # what is cast, averaged or sent to a device goes through memory of this size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Want:
+    """A box of a logical tensor, and the tensor of the box's shape that takes it."""
+
+    name: str
+    box: Box
+    out: torch.Tensor
+
+
+def read_tensor(catalogue: Catalogue, name: str, box: Box | None = None) -> torch.Tensor:
+    """A logical tensor, or a box of it, in memory of its own."""
+    entry = find(catalogue, name)
+    box = box or whole(entry.shape)
+    out = torch.empty(box.shape, dtype=entry.dtype)
+    read(catalogue, [Want(name=name, box=box, out=out)])
+    return out
+
+
+def read_range(catalogue: Catalogue, name: str, start: int, stop: int, out: Bytes) -> None:
+    """Elements [start, stop) of the flattened tensor, as bytes; on this thread alone, for streaming."""
+    entry = find(catalogue, name)
+    line = torch.from_numpy(out).view(entry.dtype)
+    wants, done = [], 0
+    for box in flat_boxes(entry.shape, start, stop):
+        wants.append(Want(name=name, box=box, out=line[done : done + box.numel].view(box.shape)))
+        done += box.numel
+    read(catalogue, wants, threads=1)
+
+
+def find(catalogue: Catalogue, name: str) -> Entry:
+    """A tensor's entry, or an error that names it."""
+    if name not in catalogue.tensors:
+        raise CheckpointError(f"{catalogue.root} has no tensor {name}", hint="holdfast ckpt inspect lists them")
+    return catalogue.tensors[name]
+
+
+def read(catalogue: Catalogue, wants: Sequence[Want], *, progress: Progress = silent, threads: int = THREADS) -> None:
+    """Fills every ``out``. Raises an error that names file and tensor if a single byte is not as it was written."""
+    plain: list[Want] = []
+    others: list[Want] = []
+    for want in wants:
+        entry = find(catalogue, want.name)
+        direct = want.out.device.type == "cpu" and not entry.mean and _as_stored(entry, want)
+        (plain if direct else others).append(want)
+    _carry_out(catalogue, plan(catalogue, plain), progress, threads)
+    for want in others:
+        for part in _chunks(want.box, want.out.element_size()):
+            target = want.out[part.relative_to(want.box).slices()]
+            target.copy_(_read_indirect(catalogue, want.name, part, threads))
+            progress(target.nbytes)
+
+
+def _as_stored(entry: Entry, want: Want) -> bool:
+    return all(piece.stored.dtype == want.out.dtype for piece in entry.pieces)
+
+
+def _read_indirect(catalogue: Catalogue, name: str, box: Box, threads: int) -> torch.Tensor:
+    """What has to be cast or averaged first: each piece in its own dtype, in memory of its own."""
+    entry = catalogue.tensors[name]
+    total = torch.zeros(box.shape, dtype=torch.float64) if entry.mean else torch.empty(box.shape, dtype=entry.dtype)
+    left = [box]
+    for piece in entry.pieces:
+        common = box.intersect(piece.box)
+        if common is None:
+            continue
+        part = torch.empty(common.shape, dtype=piece.stored.dtype)
+        source = piece.stored.part(common.relative_to(piece.box))
+        _carry_out(catalogue, _spans([*_transfers(source, part, name)], catalogue), silent, threads)
+        place = total[common.relative_to(box).slices()]
+        place.add_(part) if entry.mean else place.copy_(part)
+        left = [rest for one in left for rest in _minus(one, common)]
+    _refuse_gaps(catalogue, name, left)
+    return (total / len(entry.pieces)).to(entry.dtype) if entry.mean else total
+
+
+def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
+    count = max(CHUNK // itemsize, 1)
+    if box.numel <= count:
+        yield box
+        return
+    for start in range(0, box.numel, count):
+        for part in flat_boxes(box.shape, start, min(start + count, box.numel)):
+            offset = tuple(a + b for a, b in zip(part.offset, box.offset, strict=True))
+            yield Box(offset=offset, shape=part.shape)
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """An array in a file, and the memory of the same shape that takes it; both seen as plain numbers."""
+
+    stored: Stored
+    target: np.ndarray[Any, Any]
+    name: str
+
+
+@dataclass(kw_only=True)
+class Span:
+    """Bytes [start, stop) of a file that are read at once, and what is copied out of them."""
+
+    file: str
+    start: int
+    stop: int
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+def plan(catalogue: Catalogue, wants: Sequence[Want]) -> list[Span]:
+    """Which bytes of which files go where. Where several pieces hold the same elements, the first is taken."""
+    transfers: list[Transfer] = []
+    for want in wants:
+        left = [want.box] if want.box.numel else []
+        for piece in catalogue.tensors[want.name].pieces:
+            if not left:
+                break
+            rest = []
+            for one in left:
+                common = one.intersect(piece.box)
+                if common is None:
+                    rest.append(one)
+                    continue
+                target = want.out[common.relative_to(want.box).slices()]
+                transfers += _transfers(piece.stored.part(common.relative_to(piece.box)), target, want.name)
+                rest += one.without(common)
+            left = rest
+        _refuse_gaps(catalogue, want.name, left)
+    return _spans(transfers, catalogue)
+
+
+def _minus(box: Box, hole: Box) -> list[Box]:
+    common = box.intersect(hole)
+    return [box] if common is None else box.without(common)
+
+
+def _refuse_gaps(catalogue: Catalogue, name: str, left: Sequence[Box]) -> None:
+    missing = [box for box in left if box.numel]
+    if missing:
+        where = ", ".join(f"[{o}, {o + n})" for o, n in zip(missing[0].offset, missing[0].shape, strict=True))
+        raise CheckpointError(
+            f"{catalogue.root}: no piece holds {where} of {name}", hint="the checkpoint is incomplete"
+        )
+
+
+def _transfers(stored: Stored, tensor: torch.Tensor, name: str) -> Iterator[Transfer]:
+    target = _numbers(tensor)
+    if stored.is_contiguous and target.flags.c_contiguous:
+        line = target.reshape(-1).view(np.uint8)
+        start, end = stored.offset, stored.offset + stored.nbytes
+        for first in _cuts(start, end):
+            last = min((first // BLOCK + 1) * BLOCK, end)
+            part = Stored(file=stored.file, offset=first, dtype=torch.uint8, shape=(last - first,), strides=(1,))
+            yield Transfer(stored=part, target=line[first - start : last - start], name=name)
+    else:
+        yield from _cut_strided(stored, target, name)
+
+
+def _cuts(start: int, end: int) -> Iterator[int]:
+    yield start
+    yield from range((start // BLOCK + 1) * BLOCK, end, BLOCK)
+
+
+def _cut_strided(stored: Stored, target: np.ndarray[Any, Any], name: str) -> Iterator[Transfer]:
+    if stored.span <= SPAN:
+        yield Transfer(stored=stored, target=target, name=name)
+        return
+    dim = max(range(len(stored.shape)), key=lambda d: (stored.shape[d] - 1) * stored.strides[d])
+    middle = stored.shape[dim] // 2
+    for a, b in ((0, middle), (middle, stored.shape[dim])):
+        offset = tuple(a if d == dim else 0 for d in range(len(stored.shape)))
+        shape = tuple(b - a if d == dim else n for d, n in enumerate(stored.shape))
+        box = Box(offset=offset, shape=shape)
+        yield from _cut_strided(stored.part(box), target[box.slices()], name)
+
+
+def _numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A view of a tensor's memory as integers of its elements' size: bytes are moved, whatever they mean."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = tensor.detach()
+    return (tensor.view(sizes[tensor.element_size()]) if tensor.element_size() in sizes else tensor).numpy()
+
+
+def _spans(transfers: list[Transfer], catalogue: Catalogue) -> list[Span]:
+    """Transfers that begin in blocks which are read anyway share the read."""
+    spans: list[Span] = []
+    for transfer in sorted(transfers, key=lambda t: (t.stored.file, t.stored.offset)):
+        stored = transfer.stored
+        if not stored.span:
+            continue
+        start, stop = stored.offset // BLOCK * BLOCK, round_up(stored.offset + stored.span, BLOCK)
+        if not spans or spans[-1].file != stored.file or stop > spans[-1].stop:
+            spans.append(Span(file=stored.file, start=start, stop=stop))
+        spans[-1].transfers.append(transfer)
+    for span in spans:
+        _trim(span, catalogue)
+    return spans
+
+
+def _trim(span: Span, catalogue: Catalogue) -> None:
+    """Whole blocks have to be read only where they are checked."""
+    known = catalogue.files[span.file]
+    if known.checksums is None:
+        span.start = min(t.stored.offset for t in span.transfers)
+        span.stop = max(t.stored.offset + t.stored.span for t in span.transfers)
+    else:
+        span.stop = min(span.stop, known.bytes)
+
+
+# --- carrying it out ------------------------------------------------------------------------------
+
+
+def _carry_out(catalogue: Catalogue, spans: Sequence[Span], progress: Progress, threads: int) -> None:
+    with ExitStack() as stack:
+        files = _open_files(catalogue, spans, stack)
+
+        def work(span: Span) -> None:
+            with BUFFERS.lend(round_up(span.stop - span.start)) as buffer:
+                path = catalogue.root / span.file
+                with explained(path, "read"):
+                    read_exactly(files[span.file], buffer, span.start, span.stop, path)
+                check_blocks(catalogue, span, buffer)
+                for transfer in span.transfers:
+                    _copy_out(transfer, buffer, span.start)
+            progress(sum(t.stored.nbytes for t in span.transfers))
+
+        in_parallel(work, spans, threads)
+
+
+def _open_files(catalogue: Catalogue, spans: Sequence[Span], stack: ExitStack) -> Mapping[str, int]:
+    """Our own files were written past the page cache and are read so; others' are likely to be in it."""
+    files = {}
+    for name in {span.file for span in spans}:
+        path = catalogue.root / name
+        with explained(path, "read"):
+            ours = catalogue.files[name].checksums is not None
+            files[name] = open_direct(path, os.O_RDONLY) if ours else os.open(path, os.O_RDONLY)
+        stack.callback(os.close, files[name])
+    return files
+
+
+def check_blocks(catalogue: Catalogue, span: Span, data: Bytes) -> None:
+    """Refuses a block that is not what was written."""
+    sums = catalogue.files[span.file].checksums
+    if sums is None:
+        return
+    for start in range(span.start, span.stop, BLOCK):
+        stop = min(start + BLOCK, span.stop)
+        if checksum(data[start - span.start : stop - span.start]) != sums[start // BLOCK]:
+            names = _names_in(catalogue, span.file, start, stop)
+            raise CheckpointError(
+                f"{catalogue.root / span.file} is damaged between bytes {start} and {stop} (it holds {names})",
+                hint="restore the file, or load an older checkpoint",
+            )
+
+
+def _names_in(catalogue: Catalogue, file: str, start: int, stop: int) -> str:
+    names = [
+        name
+        for name, entry in catalogue.tensors.items()
+        for piece in entry.pieces
+        if piece.stored.file == file and piece.stored.offset < stop and piece.stored.offset + piece.stored.span > start
+    ]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "the header"
+
+
+def _copy_out(transfer: Transfer, buffer: Bytes, start: int) -> None:
+    stored, target = transfer.stored, transfer.target
+    size = target.dtype.itemsize
+    source: np.ndarray[Any, Any] = np.ndarray(
+        stored.shape,
+        dtype=target.dtype,
+        buffer=buffer.data,
+        offset=stored.offset - start,
+        strides=tuple(s * size for s in stored.strides),
+    )
+    np.copyto(target, source)

@@ -1,0 +1,268 @@
+"""Saving: every worker writes what it has, copies share the work, and the last rename makes it exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from holdfast import codec
+from holdfast.checkpoint import index
+from holdfast.checkpoint.disk import THREADS, Progress, explained, silent, write_blocks
+from holdfast.checkpoint.layout import Held
+from holdfast.checkpoint.merge import merge
+from holdfast.checkpoint.objects import Described, describe
+from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Shape, Stored, row_major
+from holdfast.checkpoint.progress import bar
+from holdfast.checkpoint.ranks import Ranks, current
+from holdfast.checkpoint.share import Holding, Job, share
+from holdfast.checkpoint.write import Array, Image, Staged, Written, array_of
+from holdfast.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Saves modules, optimizers, tensors and values, durable when it returns.
+
+    Every rank of the process group calls it with what it has: whole modules, DDP, FSDP2, tensor parallel,
+    pipeline stages. The folder must be seen by all of them. A checkpoint that is in it stays until the
+    new one is complete.
+
+    >>> import tempfile, torch
+    >>> folder = tempfile.mkdtemp()
+    >>> save(folder, {"model": torch.nn.Linear(2, 1), "step": 7})
+    >>> sorted(name.split("-")[0] for name in os.listdir(folder))
+    ['data', 'index.json']
+    """
+    wait_for_saves()
+    work = _Save(Path(path), tree, ranks or current(group))
+    with bar(f"saving {path}", work.image.size, show=work.ranks.rank == 0) as progress:
+        work.carry_out(work.image.fill, progress=progress, threads=THREADS)
+
+
+class Pending:
+    """A save that goes on in the background. An error in it is raised by ``wait`` or by the next save."""
+
+    def __init__(self, work: Callable[[], None], path: Path) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"saving {path}")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as e:
+            self._error = e
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or badly."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is durable."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+_pending: list[Pending] = []
+_staged = Staged()
+
+
+def wait_for_saves() -> None:
+    """Waits for saves in the background: they share one staging area and one group of ranks."""
+    while _pending:
+        _pending.pop().wait()
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    tree: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    ranks: Ranks | None = None,
+) -> Pending:
+    """As :func:`save`, but returns once everything is copied: what you change afterwards is not in the file.
+
+    >>> import tempfile, torch
+    >>> weight = torch.zeros(2)
+    >>> pending = async_save(tempfile.mkdtemp(), {"weight": weight})
+    >>> weight += 1  # too late to be saved
+    >>> pending.wait()
+    """
+    wait_for_saves()
+    work = _Save(Path(path), tree, ranks or current(group))
+    _staged.take(work.image)
+    # Two threads keep the disk busy enough, and leave the processor to the training.
+    _pending.append(Pending(lambda: work.carry_out(_staged.fill, threads=2), Path(path)))
+    return _pending[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a worker has written."""
+
+    file: str
+    writer: str
+    written: Written
+
+
+class _Save:
+    def __init__(self, path: Path, tree: Mapping[str, Any], ranks: Ranks) -> None:
+        self.path = path
+        self.ranks = ranks
+        described = _together(ranks, lambda: describe(tree))
+        texts = ranks.exchange(_inventory(described, index.new_id()))
+        self._all = [json.loads(text) for text in texts]
+        self.id = str(self._all[0]["id"])
+        # Pure, and everybody has the same texts: all come to the same plan, or to the same error.
+        self._holdings = [_holdings(said) for said in self._all]
+        self._tree = merge([codec.decode(said["tree"], lambda name: Ref(name=name)) for said in self._all])
+        self._jobs = share(self._holdings)
+        self.image = Image([_array(job, described.held) for job in self._jobs[ranks.rank]])
+
+    def carry_out(
+        self, fill: Callable[[int, int, Any], Any], *, progress: Progress = silent, threads: int = THREADS
+    ) -> None:
+        report = _together(self.ranks, lambda: self._write(fill, progress, threads))
+        reports = [_read_report(text) for text in self.ranks.exchange(_write_report(report))]
+        _together(self.ranks, lambda: self._commit(reports) if self.ranks.rank == 0 else None)
+
+    def _write(self, fill: Callable[[int, int, Any], Any], progress: Progress, threads: int) -> Report:
+        name = index.data_name(self.id, self.ranks.rank)
+        with explained(self.path, "create"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        sums = write_blocks(self.path / name, self.image.size, fill, progress=progress, threads=threads)
+        written = Written(bytes=self.image.size, checksums=sums, offsets=self.image.offsets)
+        writer = f"rank {self.ranks.rank} of {self.ranks.size} on {socket.gethostname()}"
+        return Report(file=name, writer=writer, written=written)
+
+    def _commit(self, reports: list[Report]) -> None:
+        for report in reports:
+            if not (self.path / report.file).exists():
+                raise CheckpointError(
+                    f"{self.path / report.file}, written by {report.writer}, is not here",
+                    hint="all workers must see the same folder",
+                )
+        catalogue = Catalogue(
+            format="holdfast",
+            root=self.path,
+            tree=self._tree,
+            tensors=self._entries(reports),
+            files={
+                r.file: File(bytes=r.written.bytes, checksums=r.written.checksums, writer=r.writer) for r in reports
+            },
+            tied={k: v for said in self._all for k, v in said["tied"].items()},
+            frozen=tuple(dict.fromkeys(n for said in self._all for n in said["frozen"])),
+            buffers=tuple(dict.fromkeys(n for said in self._all for n in said["buffers"])),
+            details={"ranks": self.ranks.size},
+        )
+        index.commit(catalogue, self.id)
+        index.clean(self.path, keep=catalogue.files)
+
+    def _entries(self, reports: list[Report]) -> dict[str, Entry]:
+        known = {name: holding for holdings in self._holdings for name, holding in holdings.items()}
+        pieces: dict[str, list[Piece]] = {name: [] for name in known}
+        for jobs, report in zip(self._jobs, reports, strict=True):
+            for name, box in jobs:
+                offset = report.written.offsets[_piece_name(name, box, known[name].shape)]
+                stored = Stored(
+                    file=report.file,
+                    offset=offset,
+                    dtype=known[name].dtype,
+                    shape=box.shape,
+                    strides=row_major(box.shape),
+                )
+                pieces[name].append(Piece(box=box, stored=stored))
+        return {
+            name: Entry(shape=holding.shape, dtype=holding.dtype, pieces=tuple(pieces[name]))
+            for name, holding in known.items()
+        }
+
+
+def _together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Does the work here; if it fails anywhere, it fails everywhere, and nobody waits for the others."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as e:
+        error = e
+    said = ranks.exchange(str(error or "").encode() or (repr(error).encode() if error else b""))
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text:
+            raise CheckpointError(f"rank {rank} could not save: {text.decode()}")
+    return result
+
+
+def _inventory(described: Described, save: str) -> bytes:
+    said = {
+        "id": save,
+        "tree": codec.encode(described.tree, lambda value: value.name if isinstance(value, Ref) else None, "tree"),
+        "tensors": {
+            name: [
+                codec.dtype_name(held.dtype),
+                held.shape,
+                [[part.box.offset, part.box.shape] for part in held.parts],
+            ]
+            for name, held in described.held.items()
+        },
+        "tied": described.tied,
+        "frozen": described.frozen,
+        "buffers": described.buffers,
+    }
+    return json.dumps(said).encode()
+
+
+def _holdings(said: Mapping[str, Any]) -> dict[str, Holding]:
+    return {
+        name: Holding(
+            shape=tuple(shape),
+            dtype=codec.dtype_of(dtype),
+            boxes=tuple(Box(offset=tuple(offset), shape=tuple(size)) for offset, size in boxes),
+        )
+        for name, (dtype, shape, boxes) in said["tensors"].items()
+    }
+
+
+def _piece_name(name: str, box: Box, shape: Shape) -> str:
+    """A whole tensor keeps its name in the file; a part says where it begins."""
+    return name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
+
+
+def _array(job: Job, held: Mapping[str, Held]) -> Array:
+    name, box = job
+    called = _piece_name(name, box, held[name].shape)
+    if not box.numel:
+        return array_of(called, torch.empty(box.shape, dtype=held[name].dtype))
+    part = next(p for p in held[name].parts if box.intersect(p.box) == box)
+    return array_of(called, part.tensor[box.relative_to(part.box).slices()])
+
+
+def _write_report(report: Report) -> bytes:
+    written = report.written
+    return json.dumps([report.file, report.writer, written.bytes, written.checksums, dict(written.offsets)]).encode()
+
+
+def _read_report(text: bytes) -> Report:
+    file, writer, size, sums, offsets = json.loads(text)
+    return Report(file=file, writer=writer, written=Written(bytes=size, checksums=tuple(sums), offsets=offsets))

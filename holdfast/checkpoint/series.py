@@ -1,0 +1,62 @@
+"""The checkpoints of a run in one folder: which are there, which is the newest, which may go."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from holdfast.checkpoint import index
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint of a step.
+
+    >>> folder_of(Path("runs"), 12).name
+    'step-00000012'
+    """
+    return root / f"step-{step:08d}"
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps that have a complete checkpoint, oldest first."""
+    return sorted(step for step, folder in _folders(root) if index.exists(folder))
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint of a run's folder."""
+    steps = steps_in(root)
+    return folder_of(root, steps[-1]) if steps else None
+
+
+def to_delete(steps: Iterable[int], *, keep: int, keep_every: int | None) -> list[int]:
+    """Which checkpoints may go: all but the newest ``keep`` and each ``keep_every``-th step.
+
+    >>> to_delete([10, 20, 30, 40], keep=2, keep_every=20)
+    [10]
+    """
+    ordered = sorted(steps)
+    return [s for s in ordered[: max(len(ordered) - keep, 0)] if not keep_every or s % keep_every]
+
+
+def delete(root: Path, step: int) -> None:
+    """Removes a checkpoint. The index goes first: half a deletion leaves litter, not half a checkpoint."""
+    folder = folder_of(root, step)
+    (folder / index.NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean(root: Path) -> None:
+    """Removes what saves that were not completed, or deletions, have left."""
+    for _, folder in _folders(root):
+        if not index.exists(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    return [(int(m[1]), path) for path in root.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]

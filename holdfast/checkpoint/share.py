@@ -1,0 +1,101 @@
+"""Who writes what: a pure function of what everybody holds, so that nobody has to be told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.checkpoint.pieces import Box, Shape, whole
+from holdfast.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one worker says it holds of a logical tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+
+Inventory = Mapping[str, Holding]
+Job = tuple[str, Box]
+
+
+def share(inventories: Sequence[Inventory]) -> list[list[Job]]:
+    """What each worker writes: every element once, copies shared out evenly.
+
+    >>> w = Holding(shape=(4,), dtype=torch.float32, boxes=(whole((4,)),))
+    >>> [[(name, box.offset, box.shape) for name, box in jobs] for jobs in share([{"w": w}, {"w": w}])]
+    [[('w', (0,), (2,))], [('w', (2,), (2,))]]
+    """
+    holders = {name: _holders(name, inventories) for name in dict.fromkeys(n for inv in inventories for n in inv)}
+    sizes = {name: next(inv[name].dtype.itemsize for inv in inventories if name in inv) for name in holders}
+    total = sum(box.numel * sizes[name] for name, boxes in holders.items() for box in boxes)
+    large = total / len(inventories) / 8  # what is smaller cannot upset the balance by much
+    jobs: list[list[Job]] = [[] for _ in inventories]
+    loads = [0] * len(inventories)
+    listed = [
+        (box.numel * sizes[name], name, box, ranks) for name, boxes in holders.items() for box, ranks in boxes.items()
+    ]
+    for size, name, box, ranks in sorted(listed, key=lambda job: (-job[0], job[1], job[2].offset)):
+        parts = _cut(box, len(ranks)) if size > large else [box]
+        for part in parts:
+            rank = min(ranks, key=lambda r: (loads[r], r))
+            jobs[rank].append((name, part))
+            loads[rank] += part.numel * sizes[name]
+    return jobs
+
+
+def _cut(box: Box, count: int) -> list[Box]:
+    """Slices along the first dimension, as equal as they can be."""
+    if not box.shape or box.shape[0] < 2 or count < 2:
+        return [box]
+    rows = box.shape[0]
+    edges = [rows * i // count for i in range(count + 1)]
+    return [
+        Box(offset=(box.offset[0] + a, *box.offset[1:]), shape=(b - a, *box.shape[1:]))
+        for a, b in itertools.pairwise(edges)
+        if a < b
+    ]
+
+
+def _holders(name: str, inventories: Sequence[Inventory]) -> dict[Box, list[int]]:
+    """Boxes that tile the tensor, with the workers that hold each."""
+    found: dict[Box, list[int]] = {}
+    known = [(rank, inv[name]) for rank, inv in enumerate(inventories) if name in inv]
+    _, first = known[0]
+    for rank, holding in known:
+        if (holding.shape, holding.dtype) != (first.shape, first.dtype):
+            raise UsageError(
+                f"workers disagree on {name}: {first.dtype} {first.shape} on worker {known[0][0]}, "
+                f"{holding.dtype} {holding.shape} on worker {rank}",
+                hint="a tensor that is different on each worker needs a name or a rule of its own",
+            )
+        for box in holding.boxes:
+            found.setdefault(box, []).append(rank)
+    return _tiling(name, first.shape, found)
+
+
+def _tiling(name: str, shape: Shape, found: dict[Box, list[int]]) -> dict[Box, list[int]]:
+    if math.prod(shape) == 0:
+        return {whole(shape): [0]} if not found else {whole(shape): next(iter(found.values()))}
+    chosen: dict[Box, list[int]] = {}
+    left = [whole(shape)]
+    for box in sorted(found, key=lambda b: (-b.numel, b.offset)):
+        inside = [(one, common) for one in left if (common := one.intersect(box)) is not None]
+        covered = sum(common.numel for _, common in inside)
+        if not covered:
+            continue  # a larger box that is already taken holds it too
+        if covered != box.numel:
+            raise UsageError(f"workers hold parts of {name} that overlap", hint="describe the layout with rules")
+        chosen[box] = found[box]
+        touched = [one for one, _ in inside]
+        left = [one for one in left if one not in touched] + [r for one, common in inside for r in one.without(common)]
+    if left:
+        raise UsageError(f"no worker holds {left[0]} of {name}", hint="every part must be saved by somebody")
+    return chosen
