@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from holdfast.engine.update import Schedule, Update
 from holdfast.errors import UsageError
 from holdfast.plan.tree import tree_sum
 from holdfast.recovery.cohort import Cohort, Kind, Operation
+from holdfast.recovery.saver import Saver, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,10 @@ class Run:
     scheduler. ``tolerate`` is the number of simultaneous losses to survive; here every worker holds the
     whole model, so it is a wish that the run checks, and says when too few workers are left to grant it.
 
+    ``checkpoint`` is a folder that all workers see; a run that finds a checkpoint there goes on from it. One is
+    saved ``every`` so many steps ("auto": as its measured cost and the failures so far advise) and at the
+    end; the newest ``keep`` stay, and those of steps that ``keep_every`` divides.
+
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
     >>> run = Run(layers=nn.Linear(2, 1), loss=nn.functional.mse_loss, data=data,
@@ -82,6 +88,10 @@ class Run:
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         tolerate: int = 0,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int | Literal["auto"] = "auto",
+        keep: int = 3,
+        keep_every: int | None = None,
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
         device: str | torch.device | None = None,
     ) -> None:
@@ -111,6 +121,10 @@ class Run:
         self._progress: dict[str, Any] = {"step": 0, "results": {}}
         self._state = State(model, update, self._progress)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
+        self._saver: Saver | None = None
+        if checkpoint is not None:
+            kept = Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
+            self._saver = Saver(kept, self._state, self._events)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._place = "after 0"  # where the script is: in the body of a loop, or after one
         self._done_here = 0
@@ -126,7 +140,9 @@ class Run:
             clip_norm=clip_norm,
             autocast=autocast,
         )
-        self._cohort = Cohort(_membership(label), self._state, chosen, self._events)
+        self._progress["label"] = label
+        resume = None if self._saver is None else self._saver.resume
+        self._cohort = Cohort(_membership(label), self._state, chosen, self._events, resume=resume)
         faults.plan(self._cohort.membership.worker)
         _runs.append(self)
 
@@ -153,8 +169,10 @@ class Run:
             step = self._one_step()
             self._move_to(f"in {self.step}")
             yield step
+            self._save_if_due()
             self._cohort.boundary()
         self._move_to(f"after {total}")
+        self._save_if_due(last=True)
 
     def finish(self) -> None:
         """Called at the end of the script: nobody leaves before all have committed the last step.
@@ -162,8 +180,23 @@ class Run:
         A worker whose last vote broke needs somebody to tell it that the step is committed.
         """
         if self._cohort.group is not None:
-            self._cohort.commit(Operation(kind=Kind.END, attempt=lambda group: []))
+            self._cohort.commit(Operation(kind=Kind.END, attempt=self._flush))
             self._cohort.membership.finished()
+        self.leave()
+
+    def leave(self) -> None:
+        """Returns when no checkpoint is being written any more."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def _flush(self, group: Group) -> list[float]:
+        if self._saver is not None:
+            self._saver.flush()
+        return []
+
+    def _save_if_due(self, *, last: bool = False) -> None:
+        if self._saver is not None:
+            self._saver.if_due(self._cohort, last=last)
 
     def _one_step(self) -> Step:
         number = self.step
@@ -180,7 +213,10 @@ class Run:
             engine.apply(number)
             self._progress["step"] = number + 1
 
+        begin = time.monotonic()
         loss = cohort.commit(Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop))
+        if self._saver is not None:
+            self._saver.costs.step(time.monotonic() - begin, saving=self._saver.busy)
         self._event("commit", step=number, loss=loss)
         self._check_tolerance()
         return Step(
@@ -319,6 +355,12 @@ def _membership(label: str) -> Membership:
             "several workers without a holdfast agent", hint="start the script with: holdfast run -n 4 train.py"
         )
     return Solo()
+
+
+def leave() -> None:
+    """This worker is sent away: what it has begun to write is completed first."""
+    for run in _runs:
+        run.leave()
 
 
 def farewell() -> None:

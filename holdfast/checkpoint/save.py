@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from holdfast import codec
 from holdfast.checkpoint import index
-from holdfast.checkpoint.disk import THREADS, Progress, explained, silent, write_blocks
+from holdfast.checkpoint.disk import THREADS, Bytes, Progress, explained, silent, write_blocks
 from holdfast.checkpoint.layout import Held
 from holdfast.checkpoint.merge import merge
 from holdfast.checkpoint.objects import Described, describe
@@ -28,6 +28,7 @@ from holdfast.checkpoint.write import Array, Image, Staged, Written, array_of
 from holdfast.errors import CheckpointError
 
 T = TypeVar("T")
+Fill = Callable[[int, int, Bytes], Bytes]  # bytes [start, stop) of a file, in the buffer or elsewhere
 
 
 def save(
@@ -50,7 +51,7 @@ def save(
     ['data', 'index.json']
     """
     wait_for_saves()
-    work = _Save(Path(path), tree, ranks or current(group))
+    work = Save(Path(path), tree, ranks or current(group))
     with bar(f"saving {path}", work.image.size, show=work.ranks.rank == 0) as progress:
         work.carry_out(work.image.fill, progress=progress, threads=THREADS)
 
@@ -109,7 +110,7 @@ def async_save(
     >>> pending.wait()
     """
     wait_for_saves()
-    work = _Save(Path(path), tree, ranks or current(group))
+    work = Save(Path(path), tree, ranks or current(group))
     _staged.take(work.image)
     # Two threads keep the disk busy enough, and leave the processor to the training.
     _pending.append(Pending(lambda: work.carry_out(_staged.fill, threads=2), Path(path)))
@@ -125,10 +126,13 @@ class Report:
     written: Written
 
 
-class _Save:
+class Save:
+    """One save, as one of its workers sees it: made together, written by each alone, committed by one."""
+
     def __init__(self, path: Path, tree: Mapping[str, Any], ranks: Ranks) -> None:
         self.path = path
         self.ranks = ranks
+        self.details: dict[str, Any] = {"ranks": ranks.size}
         described = _together(ranks, lambda: describe(tree))
         texts = ranks.exchange(_inventory(described, index.new_id()))
         self._all = [json.loads(text) for text in texts]
@@ -139,14 +143,14 @@ class _Save:
         self._jobs = share(self._holdings)
         self.image = Image([_array(job, described.held) for job in self._jobs[ranks.rank]])
 
-    def carry_out(
-        self, fill: Callable[[int, int, Any], Any], *, progress: Progress = silent, threads: int = THREADS
-    ) -> None:
-        report = _together(self.ranks, lambda: self._write(fill, progress, threads))
-        reports = [_read_report(text) for text in self.ranks.exchange(_write_report(report))]
-        _together(self.ranks, lambda: self._commit(reports) if self.ranks.rank == 0 else None)
+    def carry_out(self, fill: Fill, *, progress: Progress = silent, threads: int = THREADS) -> None:
+        """Everything after the preparation, all workers together."""
+        report = _together(self.ranks, lambda: self.write(fill, progress, threads))
+        reports = [read_report(text) for text in self.ranks.exchange(write_report(report))]
+        _together(self.ranks, lambda: self.commit(reports) if self.ranks.rank == 0 else None)
 
-    def _write(self, fill: Callable[[int, int, Any], Any], progress: Progress, threads: int) -> Report:
+    def write(self, fill: Fill, progress: Progress = silent, threads: int = THREADS) -> Report:
+        """Writes this worker's file; durable when it returns."""
         name = index.data_name(self.id, self.ranks.rank)
         with explained(self.path, "create"):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -155,7 +159,8 @@ class _Save:
         writer = f"rank {self.ranks.rank} of {self.ranks.size} on {socket.gethostname()}"
         return Report(file=name, writer=writer, written=written)
 
-    def _commit(self, reports: list[Report]) -> None:
+    def commit(self, reports: Sequence[Report]) -> None:
+        """Makes the checkpoint exist, once all reports are there; then what it replaces may go."""
         for report in reports:
             if not (self.path / report.file).exists():
                 raise CheckpointError(
@@ -173,12 +178,12 @@ class _Save:
             tied={k: v for said in self._all for k, v in said["tied"].items()},
             frozen=tuple(dict.fromkeys(n for said in self._all for n in said["frozen"])),
             buffers=tuple(dict.fromkeys(n for said in self._all for n in said["buffers"])),
-            details={"ranks": self.ranks.size},
+            details=self.details,
         )
         index.commit(catalogue, self.id)
         index.clean(self.path, keep=catalogue.files)
 
-    def _entries(self, reports: list[Report]) -> dict[str, Entry]:
+    def _entries(self, reports: Sequence[Report]) -> dict[str, Entry]:
         known = {name: holding for holdings in self._holdings for name, holding in holdings.items()}
         pieces: dict[str, list[Piece]] = {name: [] for name in known}
         for jobs, report in zip(self._jobs, reports, strict=True):
@@ -258,11 +263,11 @@ def _array(job: Job, held: Mapping[str, Held]) -> Array:
     return array_of(called, part.tensor[box.relative_to(part.box).slices()])
 
 
-def _write_report(report: Report) -> bytes:
+def write_report(report: Report) -> bytes:
     written = report.written
     return json.dumps([report.file, report.writer, written.bytes, written.checksums, dict(written.offsets)]).encode()
 
 
-def _read_report(text: bytes) -> Report:
+def read_report(text: bytes) -> Report:
     file, writer, size, sums, offsets = json.loads(text)
     return Report(file=file, writer=writer, written=Written(bytes=size, checksums=tuple(sums), offsets=offsets))

@@ -18,7 +18,9 @@ from typing import Literal, get_args
 from holdfast.errors import UsageError
 
 Kind = Literal["kill", "stop", "raise", "skip-gradient", "double-update", "repeat-sample"]
-Phase = Literal["data", "forward", "backward", "reduce", "vote", "voted", "update", "regroup", "copy"]
+Phase = Literal[
+    "data", "forward", "backward", "reduce", "vote", "voted", "update", "regroup", "copy", "snapshot", "write", "commit"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

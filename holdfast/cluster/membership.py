@@ -28,7 +28,8 @@ class Standing:
     ``operation`` counts the operations it has committed (None: it holds no state yet), ``voted``
     says that it voted for the next one and still holds that one's complete result. ``boundary``: it is
     between two steps, where joiners may come in; ``broken``: the generation failed it. ``result`` is
-    the value of the last committed operation, for those that have to roll forward to it.
+    the value of the last committed operation, for those that have to roll forward to it. ``resumable``:
+    if nobody holds the state any more, a checkpoint may.
     """
 
     operation: int | None = None
@@ -37,6 +38,7 @@ class Standing:
     broken: bool = False
     leaving: bool = False
     result: float | None = None
+    resumable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

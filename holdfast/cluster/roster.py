@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -69,6 +70,7 @@ class Roster:
         self.finishing = False
         self.stopped = asyncio.Event()
         self._committed = False  # somebody, some time, committed something
+        self._resumable = False  # a lost state can be had again from a checkpoint
         self._breaking = False
         self._errors: list[str] = []
         self._lost: list[tuple[str, float]] = []  # whose loss the next generation recovers from, and when
@@ -199,6 +201,7 @@ class Roster:
             # One that never got into the current generation breaks it for the others.
             self._breaking = self._breaking or generation != self.generation.number
         worker.standing = standing
+        self._resumable = self._resumable or standing.resumable
         self.advance()
 
     def advance(self) -> None:
@@ -228,18 +231,30 @@ class Roster:
         return sum(host.slots for host in self.hosts.values())
 
     def _try_first(self) -> None:
-        waiting: dict[int, int] = {}
-        for name in self._waiting():
-            host = worker_order(name)[0]
-            waiting[host] = waiting.get(host, 0) + 1
-        slots = {number: host.slots for number, host in self.hosts.items()}
-        readiness = compose.first_generation(slots=slots, minimum_hosts=self.minimum_hosts, waiting=waiting)
+        names = self._waiting()
+        readiness = self._readiness(names)
         if readiness.ready and self.begun:  # we are restarted: those who hold the state may yet report
             if time.monotonic() - self._born > self._grace:
-                self.stop(3, "too few workers: coordinator and workers were lost together")
+                self._begin_again(names, "coordinator and workers were lost together")
         elif readiness.ready:
-            names = sorted(self._waiting(), key=worker_order)[: self._target()]
-            self._announce(names, readiness.reason)
+            self._begin(names, readiness.reason)
+
+    def _readiness(self, names: Iterable[str]) -> compose.Readiness:
+        waiting = Counter(worker_order(name)[0] for name in names)
+        slots = {number: host.slots for number, host in self.hosts.items()}
+        return compose.first_generation(slots=slots, minimum_hosts=self.minimum_hosts, waiting=waiting)
+
+    def _begin(self, names: Iterable[str], reason: str) -> None:
+        self._announce(sorted(names, key=worker_order)[: self._target()], reason)
+
+    def _begin_again(self, names: Iterable[str], lost: str) -> None:
+        """Nobody has the state: from the last checkpoint on whatever there is, or it is the end."""
+        if not self._resumable:
+            # Not at once: if an error in the script ended them, their agents are about to say so.
+            stop = (3, f"too few workers: {lost}, and nobody is left who holds the model")
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.stop, *stop)
+        elif self._readiness(names).ready:
+            self._begin(names, f"{lost}: begin again from the last checkpoint")
 
     def _invite(self) -> None:
         """Somebody waits to join: ask the members to stop at their next boundary."""
@@ -252,9 +267,7 @@ class Roster:
     def _regroup(self, standings: dict[str, Standing]) -> None:
         if self._state_is_lost(standings) and not self.finishing:
             lost = ", ".join(name for name, _ in self._lost) or "all members"
-            text = f"too few workers: {lost} lost, and nobody is left who holds the model"
-            # Not at once: if an error in the script ended them, their agents are about to say so.
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.stop, 3, text)
+            self._begin_again([*standings, *self._waiting()], f"{lost} lost")
             return
         waiting = [] if self.finishing else self._waiting()
         composition = compose.compose(standings=standings, waiting=waiting, target=self._target())

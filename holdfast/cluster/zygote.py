@@ -94,7 +94,7 @@ def run_worker(order: Order, lifeline: int) -> int:
     import torch
 
     from holdfast.cluster.client import Stopped
-    from holdfast.run import farewell
+    from holdfast.run import farewell, leave
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = list(order["arguments"])
@@ -103,6 +103,7 @@ def run_worker(order: Order, lifeline: int) -> int:
         farewell()
         return 0
     except Stopped as e:
+        leave()
         return int(e.code or 0)
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1

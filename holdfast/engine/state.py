@@ -47,6 +47,39 @@ class State:
             mine.copy_(theirs)
         self.update.set_slots([p for p in parameters if p.requires_grad], value["slots"])
 
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def tree(self) -> dict[str, Any]:
+        """What a checkpoint of a run holds: what other tools expect, and what only we need."""
+        return {
+            **self.targets(),
+            "scheduler": self.update.settings()["scheduler"],
+            "step": self.progress["step"],
+            "run": {"progress": self.progress, "transient": self._transient()},
+        }
+
+    def targets(self) -> dict[str, Any]:
+        """What a checkpoint fills: model and optimizer in place, the rest as values for ``restore``."""
+        model, optimizer = self.model.module, self.update.optimizer
+        return {"model": model, "optimizer": optimizer, "scheduler": None, "step": None, "run": None}
+
+    @torch.no_grad()
+    def restore(self, filled: dict[str, Any]) -> None:
+        """Takes over the values that were read with ``targets``."""
+        if self.update.scheduler is not None:
+            self.update.scheduler.load_state_dict(filled["scheduler"])
+        for name, buffer in self._transient().items():
+            buffer.copy_(filled["run"]["transient"][name])
+        self.progress.clear()
+        self.progress.update(filled["run"]["progress"])
+
+    def _transient(self) -> dict[str, torch.Tensor]:
+        """Buffers that a module does not want to be saved; a run that goes on exactly needs them all the same."""
+        saved = self.model.module.state_dict()
+        return {name: buffer for name, buffer in self.model.module.named_buffers() if name not in saved}
+
+    # --- the proof -------------------------------------------------------------------------------
+
     def sha256(self, *, weights_only: bool = False) -> str:
         """Over names, shapes and bytes of weights and buffers, and of the optimizer's slots."""
         digest = hashlib.sha256()

@@ -32,6 +32,7 @@ class Kind(IntEnum):
     EVALUATION = 2
     SAVE = 3
     END = 4
+    CHECKPOINT = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,20 @@ class Operation:
 class Cohort:
     """This worker's view of the workers it trains with, and of what they have committed together."""
 
-    def __init__(self, membership: Membership, state: State, device: torch.device, events: Events) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        state: State,
+        device: torch.device,
+        events: Events,
+        *,
+        resume: Callable[[], None] | None = None,
+    ) -> None:
+        """``resume`` fills the state from a checkpoint, if there is one: called where nobody else has it."""
         self.membership = membership
         self.group: Group | None = None
+        self.everybody_leaves = False  # as the last vote said
+        self._resume = resume
         self._state = state
         self._device = device
         self._events = events
@@ -69,6 +81,17 @@ class Cohort:
     @property
     def size(self) -> int:
         return 1 if self.group is None else self.group.size
+
+    @property
+    def workers(self) -> list[str]:
+        """Who trains, as far as this worker knows."""
+        return [] if self.group is None else self.group.generation.workers
+
+    @property
+    def result(self) -> float:
+        """The value of the operation that was committed last."""
+        assert self._result is not None
+        return self._result
 
     @property
     def generation(self) -> int:
@@ -124,6 +147,7 @@ class Cohort:
             )
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
+        self.everybody_leaves = leaving == self.group.size
         return tree_sum(sums)
 
     def _apply(self, operation: Operation) -> None:
@@ -170,6 +194,7 @@ class Cohort:
             broken=broken,
             leaving=leave,
             result=self._result,
+            resumable=self._resume is not None,
         )
 
     def _enter(self, generation: Generation) -> None:
@@ -215,12 +240,14 @@ class Cohort:
 
     def _copy(self, generation: Generation, settlement: Settlement) -> int:
         assert self.group is not None
+        if self.membership.worker in settlement.holders and self._operation is None:
+            if self._resume is not None:  # the begin: this worker's own state is the first
+                self._resume()
+            self._operation = settlement.operation
         if not settlement.receivers:
             return 0
         holders = [generation.rank_of(worker) for worker in settlement.holders]
         receivers = [generation.rank_of(worker) for worker in settlement.receivers]
-        if self.membership.worker in settlement.holders and self._operation is None:
-            self._operation = settlement.operation  # the begin: this worker's own state is the first
         if self.membership.worker in settlement.receivers:
             self._operation = None  # until the last part is in, it holds nothing
         return copy_state(self.group, self._state, holders=holders, receivers=receivers)

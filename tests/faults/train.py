@@ -24,9 +24,10 @@ class Waves:
 def main() -> None:
     setting = os.environ.get
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
-    layers = [nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)]
+    width = int(setting("WIDTH", "32"))
+    layers = [nn.Linear(16, width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)]
     run = holdfast.Run(
-        layers=[*layers, nn.Linear(32, 1)],
+        layers=[*layers, nn.Linear(width, 1)],
         loss=nn.functional.mse_loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         schedule=lambda step: 1e-2 / (1 + 0.1 * step),
@@ -35,6 +36,8 @@ def main() -> None:
         micro_batch=MICRO_BATCH,
         clip_norm=1.0,
         numerics=setting("NUMERICS", "exact"),
+        checkpoint=setting("CHECKPOINT"),
+        every="auto" if setting("EVERY") == "auto" else int(setting("EVERY", "3")),
     )
     wanted = int(setting("WANTED", "0"))  # slow down until so many workers train
     patient = int(setting("PATIENT", "0"))  # from this step on

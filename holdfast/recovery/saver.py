@@ -1,0 +1,217 @@
+"""Checkpoints of a run: taken between two steps, written beside the training, found again at the begin.
+
+Every worker holds the whole state, so each writes its share of one snapshot. That the snapshot is the
+same on all of them is voted on, as everything is; the writing is not, and a worker that is lost in the
+middle of it costs this checkpoint and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from holdfast.checkpoint import index, series
+from holdfast.checkpoint.disk import explained
+from holdfast.checkpoint.formats import recognise
+from holdfast.checkpoint.load import fill
+from holdfast.checkpoint.save import Report, Save
+from holdfast.checkpoint.write import Staged
+from holdfast.cluster import faults
+from holdfast.cluster.events import Events
+from holdfast.cluster.group import Group
+from holdfast.engine.state import State
+from holdfast.errors import CheckpointError, HoldfastError, UsageError
+from holdfast.plan import interval
+from holdfast.recovery.cohort import Cohort, Kind, Operation
+from holdfast.recovery.reports import GroupRanks, collect, post
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Where a run's checkpoints go, how often, and which are kept."""
+
+    root: Path
+    every: int | Literal["auto"] = "auto"
+    keep: int = 3
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every != "auto" and (not isinstance(self.every, int) or self.every < 1):
+            raise UsageError(f"every={self.every!r} is not a number of steps", hint="1 or more, or 'auto'")
+        if self.keep < 1 or (self.keep_every is not None and self.keep_every < 1):
+            raise UsageError("keep and keep_every must be 1 or more")
+
+
+class Saver:
+    """Takes checkpoints when they are due, and finds the newest one at the begin.
+
+    What all workers must agree on is in ``state.progress``: ``saved`` (the step of the last checkpoint),
+    ``due`` (that of the next), ``resumed`` (how often), ``seconds`` (trained before this start).
+    """
+
+    def __init__(self, settings: Settings, state: State, events: Events) -> None:
+        self.settings = settings
+        self.costs = interval.Costs()
+        self._state = state
+        self._events = events
+        self._born = time.monotonic()
+        self._staged = Staged()
+        self._members: list[str] = []  # who writes the snapshot that is staged
+        self._save: Save | None = None
+        self._threads: list[threading.Thread] = []
+        self._written = threading.Event()  # this worker has written its share of the last one
+        self._written.set()
+        self._everywhere = threading.Event()  # and so has everybody, or never will
+        with explained(settings.root, "create"):
+            settings.root.mkdir(parents=True, exist_ok=True)
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is being written."""
+        return not self._written.is_set()
+
+    def if_due(self, cohort: Cohort, *, last: bool = False) -> None:
+        """Between two steps. All decide alike: from what they share, and from a vote they have seen succeed."""
+        progress = self._state.progress
+        step = progress["step"]
+        due = last or cohort.everybody_leaves or step >= progress.get("due", self._first)
+        if due and step != progress.get("saved", 0):
+            faults.at_step(step)
+            progress["saved"] = step
+            cohort.commit(self._operation(cohort, step))
+
+    @property
+    def _first(self) -> int:
+        """Steps from a start to the first checkpoint."""
+        every = self.settings.every
+        return interval.FIRST if every == "auto" else every
+
+    def _operation(self, cohort: Cohort, step: int) -> Operation:
+        """A checkpoint as something to vote on; its value is the number of steps to the next one."""
+
+        def attempt(group: Group) -> list[float]:
+            begin = time.monotonic()
+            self.flush()  # the staging area is still being written from
+            ranks = GroupRanks(group, self._state.model.device)
+            self._save = Save(series.folder_of(self.settings.root, step), self._state.tree(), ranks)
+            self._staged.take(self._save.image)
+            self._members = group.generation.workers
+            faults.point("snapshot")
+            self.costs.save(stall=time.monotonic() - begin)
+            return [self._steps_to_next()] if group.rank == 0 else [0.0]
+
+        def apply() -> None:
+            self._state.progress["due"] = step + int(cohort.result)
+            self._everywhere.set()  # each has flushed before it voted
+            self._written, self._everywhere = threading.Event(), threading.Event()
+            assert self._save is not None
+            words = (self._save, step, cohort, self._written, self._everywhere)
+            thread = threading.Thread(target=self._carry_out, args=words, name=f"checkpoint {step}")
+            self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+            thread.start()
+
+        return Operation(kind=Kind.CHECKPOINT, attempt=attempt, apply=apply)
+
+    def _steps_to_next(self) -> float:
+        if self.settings.every != "auto":
+            return float(self.settings.every)
+        step_seconds, lost_seconds = self.costs.step_seconds, self.costs.lost_seconds
+        if step_seconds is None or lost_seconds is None:
+            return float(interval.FIRST)
+        resumed = self._state.progress.get("resumed", 0)
+        between = self._seconds() / resumed if resumed else None
+        chosen = interval.choose(step_seconds=step_seconds, lost_seconds=lost_seconds, between_failures=between)
+        self._events.write("interval", steps=chosen.steps, reason=chosen.reason)
+        return float(chosen.steps)
+
+    def _seconds(self) -> float:
+        """How long this run has trained, over all its starts."""
+        return float(self._state.progress.get("seconds", 0.0)) + time.monotonic() - self._born
+
+    def _carry_out(
+        self, save: Save, step: int, cohort: Cohort, written: threading.Event, everywhere: threading.Event
+    ) -> None:
+        """In a thread of its own: writes this worker's share; the first worker then waits for the others'."""
+        members = self._members
+        try:
+            faults.point("write")
+            try:
+                post(save, save.write(self._staged.fill, threads=2))
+            except (HoldfastError, OSError):
+                post(save, None)  # whoever commits need not wait for us
+                raise
+            finally:
+                written.set()
+            if save.ranks.rank == 0:
+                self._commit(save, step, collect(save, members, alive=lambda: cohort.workers, everywhere=everywhere))
+        except (HoldfastError, OSError) as e:
+            # No reason to stop training; silence would be one.
+            self._events.write("checkpoint-failed", step=step, reason=str(e))
+            print(f"holdfast: no checkpoint of step {step}: {e}; training goes on", file=sys.stderr, flush=True)
+
+    def _commit(self, save: Save, step: int, reports: Sequence[Report]) -> None:
+        faults.point("commit")
+        save.details["seconds"] = self._seconds()
+        save.commit(reports)
+        self._events.write("checkpoint", step=step, bytes=sum(report.written.bytes for report in reports))
+        root, settings = self.settings.root, self.settings
+        for old in series.to_delete(series.steps_in(root), keep=settings.keep, keep_every=settings.keep_every):
+            series.delete(root, old)
+        series.clean(root, before=step)
+
+    def flush(self) -> None:
+        """Returns when this worker has written its share of the last checkpoint."""
+        self._written.wait()
+
+    def finish(self) -> None:
+        """Returns when the last checkpoint is there, or will never be. Everybody has flushed, or is gone."""
+        self.flush()
+        self._everywhere.set()
+        for thread in self._threads:
+            thread.join()
+
+    # --- resuming --------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Fills the state from the newest checkpoint that can be read; a fresh start only where there is none."""
+        root = self.settings.root
+        if (foreign := recognise(root)) is not None:
+            raise CheckpointError(
+                f"{root} is itself a checkpoint ({foreign}), not a folder for a run's",
+                hint="fill the model from it with holdfast.checkpoint.load, and give the run another folder",
+            )
+        failures: list[HoldfastError] = []
+        for step in reversed(series.steps_in(root)):
+            try:
+                self._load(series.folder_of(root, step))
+                return
+            except CheckpointError as e:
+                failures.append(e)
+                print(f"holdfast: cannot resume from step {step}: {e}", file=sys.stderr, flush=True)
+        if failures:
+            raise failures[0]
+        print(f"holdfast: no checkpoint in {root} yet: training starts at step 0", flush=True)
+
+    def _load(self, folder: Path) -> None:
+        catalogue = index.open(folder)
+        label = self._state.progress["label"]
+        self._state.restore(fill(catalogue, self._state.targets()))
+        progress = self._state.progress
+        print(f"holdfast: resumed from {folder}", flush=True)
+        if progress["label"] != label:
+            print(f"holdfast: with other settings than before: {label}; then: {progress['label']}", flush=True)
+        progress |= {
+            "label": label,
+            "due": progress["step"] + self._first,
+            "resumed": progress.get("resumed", 0) + 1,
+            "seconds": catalogue.details.get("seconds", 0.0),
+        }
+        self._events.write("resumed", step=progress["step"], path=str(folder))
+        series.clean(self.settings.root, before=progress["step"])

@@ -1,0 +1,195 @@
+"""Runs that lose everything and go on from their last checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.checkpoint import load, open_checkpoint, save, series
+from holdfast.checkpoint.read import read_tensor
+from holdfast.cluster.agent import Agent
+from tests.harness import Result, count_events, launch, until
+
+STEPS = 14
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {"CHECKPOINT": str(folder / "saved"), "EVERY": "3", "STEPS": str(STEPS), **more}
+
+
+def run(folder: Path, name: str, **settings) -> Result:
+    (folder / name).mkdir()
+    extra = settings.pop("more", {})
+    return launch(folder / name, environment=environment(folder, **extra), **settings)
+
+
+def steps_of(result: Result) -> list[int]:
+    return sorted({event["step"] for event in result.of("commit")})
+
+
+def test_every_so_many_steps_and_at_the_end_and_only_the_newest_are_kept(tmp_path: Path, undisturbed) -> None:
+    result = run(tmp_path, "a")
+    assert result.sha256 == undisturbed(STEPS).sha256, "saving must not change the weights"
+    assert series.steps_in(tmp_path / "saved") == [9, 12, 14]
+    assert [e["step"] for e in result.of("checkpoint")] == [3, 6, 9, 12, 14]
+
+
+def test_each_worker_writes_its_share_once(tmp_path: Path) -> None:
+    run(tmp_path, "a", workers=3)
+    catalogue = open_checkpoint(tmp_path / "saved")
+    sizes = [file.bytes for file in catalogue.files.values()]
+    assert len(sizes) == 3
+    assert max(sizes) < 2 * min(sizes)
+    written = sum(piece.box.numel for entry in catalogue.tensors.values() for piece in entry.pieces)
+    assert written == sum(read_tensor(catalogue, name).numel() for name in catalogue.tensors)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (2, 4), (4, 2)])
+def test_a_finished_run_goes_on_with_other_workers(tmp_path: Path, undisturbed, before: int, after: int) -> None:
+    run(tmp_path, "a", workers=before, more={"STEPS": "7"})
+    result = run(tmp_path, "b", workers=after)
+    assert steps_of(result) == list(range(7, STEPS)), "what is done is not done again"
+    assert result.sha256 == undisturbed(STEPS).sha256
+
+
+def test_a_finished_run_started_again_does_nothing(tmp_path: Path, undisturbed) -> None:
+    run(tmp_path, "a")
+    again = run(tmp_path, "b")
+    assert steps_of(again) == []
+    assert again.sha256 == undisturbed(STEPS).sha256
+
+
+PHASES = ["data", "backward", "vote", "voted", "update"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"), [*((phase, 8) for phase in PHASES), *((p, 6) for p in ("snapshot", "write", "vote"))]
+)
+def test_all_workers_killed_at_once(tmp_path: Path, undisturbed, phase: str, step: int) -> None:
+    faults = "; ".join(f"kill worker=0.{i} step={step} phase={phase}" for i in (0, 1))
+    result = run(tmp_path, "a", workers=2, faults=faults)
+    assert result.code == 0
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert len(result.of("resumed")) == 1
+
+
+@pytest.mark.parametrize(
+    ("worker", "phase"), [*((w, p) for w in ("0.0", "0.1") for p in ("snapshot", "write")), ("0.0", "commit")]
+)
+def test_one_worker_killed_while_saving_costs_at_most_that_checkpoint(
+    tmp_path: Path, undisturbed, worker: str, phase: str
+) -> None:
+    result = run(tmp_path, "a", faults=f"kill worker={worker} step=6 phase={phase}")
+    assert result.code == 0
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert not result.of("resumed"), "the survivors have the state"
+    saved = [e["step"] for e in result.of("checkpoint")]
+    assert set(saved) >= {3, 9, 12, 14}
+    assert series.steps_in(tmp_path / "saved") == sorted(set(saved))[-3:]
+
+
+def test_everything_killed_from_outside_and_started_again(tmp_path: Path, undisturbed) -> None:
+    """Agent, coordinator, zygote's children: all of it, as a power cut would."""
+    slow = {"STEPS": "40", "WANTED": "99"}
+
+    async def cut(agent: Agent) -> None:
+        path = agent.settings.log_dir / "events.jsonl"
+        await until(lambda: path.exists() and count_events(agent, "checkpoint", step=12))
+        for worker in agent.workers.values():
+            os.kill(worker.pid, signal.SIGKILL)
+        assert agent.coordinator is not None
+        os.kill(agent.coordinator.pid, signal.SIGKILL)
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run(tmp_path, "a", more=slow, meddle=cut)
+    result = run(tmp_path, "b", workers=2, more={"STEPS": "40"})
+    assert min(steps_of(result)) >= 12
+    assert result.sha256 == undisturbed(40).sha256
+
+
+def test_all_asked_to_leave_save_first(tmp_path: Path, undisturbed) -> None:
+    async def preempt(agent: Agent) -> None:
+        path = agent.settings.log_dir / "events.jsonl"
+        await until(lambda: path.exists() and count_events(agent, "commit", step=4))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    first = run(tmp_path, "a", more={"STEPS": "60", "WANTED": "99", "EVERY": "1000"}, meddle=preempt)
+    last = max(steps_of(first)) + 1
+    assert series.steps_in(tmp_path / "saved") == [last], "the last committed step is saved"
+    result = run(tmp_path, "b", more={"STEPS": "60"})
+    assert steps_of(result) == list(range(last, 60))
+    assert result.sha256 == undisturbed(60).sha256
+
+
+def test_control_one_bit_of_an_optimizer_slot_changes_the_outcome(tmp_path: Path, undisturbed) -> None:
+    run(tmp_path, "a", more={"STEPS": "7"})
+    folder = tmp_path / "saved" / "step-00000007"
+    everything = load(folder, dict.fromkeys(open_checkpoint(folder).tree))
+    everything["optimizer"]["state"]["0.weight"]["exp_avg"].view(torch.int32)[0, 0] ^= 1
+    save(folder, everything)
+    assert run(tmp_path, "b").sha256 != undisturbed(STEPS).sha256
+
+
+def damage(folder: Path) -> None:
+    data = next(folder.glob("data-*"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path: Path, undisturbed) -> None:
+    run(tmp_path, "a", more={"STEPS": "7"})
+    damage(tmp_path / "saved" / "step-00000007")
+    result = run(tmp_path, "b")
+    assert min(steps_of(result)) == 6
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert "cannot resume from step 7" in logs(tmp_path / "b")
+    assert "is damaged" in logs(tmp_path / "b")
+
+
+def logs(folder: Path) -> str:
+    return "".join(path.read_text() for path in (folder / "logs").rglob("*.log"))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_afresh(tmp_path: Path) -> None:
+    run(tmp_path, "a", more={"STEPS": "7"})
+    for folder in (tmp_path / "saved").iterdir():
+        (folder / "index.json").write_text("{}")
+    result = run(tmp_path, "b")
+    assert result.code == 4
+    assert not result.of("commit")
+
+
+def test_another_model_is_refused_by_the_name_of_what_does_not_fit(tmp_path: Path, capfd) -> None:
+    run(tmp_path, "a", more={"STEPS": "4"})
+    result = run(tmp_path, "b", more={"WIDTH": "24"})
+    assert result.code == 4
+    assert "model/0.weight has shape (32, 16), not (24, 16)" in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(tmp_path: Path, undisturbed) -> None:
+    async def block(agent: Agent) -> None:
+        path = agent.settings.log_dir / "events.jsonl"
+        await until(lambda: path.exists() and count_events(agent, "commit", step=4))
+        shutil.rmtree(tmp_path / "saved")
+        (tmp_path / "saved").write_text("a file where a folder was")
+
+    result = run(tmp_path, "a", more={"STEPS": "30", "WANTED": "99"}, meddle=block)
+    assert result.code == 0
+    assert result.sha256 == undisturbed(30).sha256
+    assert result.of("checkpoint-failed")
+    assert "training goes on" in logs(tmp_path / "a")
+
+
+def test_auto_saves_at_the_end_and_says_why_it_chose(tmp_path: Path, undisturbed) -> None:
+    result = run(tmp_path, "a", more={"EVERY": "auto", "STEPS": "30"})
+    assert [e["step"] for e in result.of("checkpoint")] == [10, 30]
+    assert "not more often than every 10 s" in result.of("interval")[0]["reason"]
+    assert result.sha256 == undisturbed(30).sha256
