@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test lint types soak bench clean
+.PHONY: setup demo test lint types soak formats test-formats bench clean
 
 setup: $(READY)
 
@@ -33,9 +33,25 @@ SCENARIOS ?= 30
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults/test_outside.py -k random --soak $(SCENARIOS) --timeout 7200
 
-bench: setup
+# DeepSpeed, Megatron and transformers themselves, as judges of what we read and write; in a venv of their own.
+FORMATS := .bench/formats
+formats: $(FORMATS)/ready
+
+$(FORMATS)/ready:
+	$(PYTHON) -m venv $(FORMATS)
+	$(FORMATS)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 numpy setuptools wheel
+	DS_BUILD_OPS=0 $(FORMATS)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation \
+		deepspeed==0.19.8 megatron-core==0.16.1 transformers==5.22.2 safetensors==0.8.0
+	touch $(FORMATS)/ready
+
+test-formats: setup formats
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats
+
+bench: setup formats
 	$(BIN)/holdfast bench overhead
 	$(BIN)/holdfast bench recovery
+	$(BIN)/holdfast bench checkpoint
+	$(BIN)/holdfast bench zero
 
 clean:
 	rm -rf .venv .bench holdfast-logs holdfast-demo

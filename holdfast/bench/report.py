@@ -49,7 +49,7 @@ def publish(
 ) -> bool:
     """Prints the table and the bars, writes both under ``.bench/``; returns whether all bars hold."""
     table = Table(title=f"holdfast bench {bench}")
-    table.add_column("contestant")
+    table.add_column("contestant", no_wrap=True)
     for title in columns.values():
         table.add_column(title, justify="right")
     lines = [f"| contestant | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
@@ -76,5 +76,5 @@ def publish(
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
+        return f"{value['median']:.3g} ({value['low']:.3g} to {value['high']:.3g})"
     return "" if value is None else str(value)

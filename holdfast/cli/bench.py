@@ -55,3 +55,41 @@ def recovery(
         "beyond_redone_step_ms": "ms beyond the redone step",
     }
     raise typer.Exit(0 if publish("recovery", results, bars, columns=columns, as_json=json) else 1)
+
+
+@app.command()
+def zero(
+    megabytes: Annotated[int, typer.Option("--mb", min=1, help="The size of the state.")] = 256,
+    rounds: Rounds = 3,
+    json: Json = False,
+) -> None:
+    """Reading a ZeRO checkpoint into another layout: DeepSpeed's ds_to_universal and load, holdfast."""
+    from holdfast.bench import zero as bench
+    from holdfast.bench.report import publish
+
+    results, bars = bench.race(megabytes=megabytes, rounds=rounds, say=_say)
+    columns = {"seconds": "s: median (range)", "convert_s": "of which converting", "times_ours": "times holdfast's"}
+    raise typer.Exit(0 if publish("zero", results, bars, columns=columns, as_json=json) else 1)
+
+
+@app.command()
+def checkpoint(
+    megabytes: Annotated[int, typer.Option("--mb", min=1, help="The size of the state.")] = 512,
+    rounds: Rounds = 7,
+    seed: Annotated[int, typer.Option(help="Of the order in which contestants take turns.")] = 0,
+    json: Json = False,
+) -> None:
+    """Durable saves, cold loads and training time lost: raw disk, torch.save, safetensors, DCP, holdfast."""
+    from holdfast.bench import checkpoint as bench
+    from holdfast.bench.report import publish
+
+    bench.threads()
+    results, bars = bench.race(megabytes=megabytes, rounds=rounds, seed=seed, say=_say)
+    columns = {
+        "save_s": "durable save, s: median (range)",
+        "of_raw": "times the raw disk",
+        "load_s": "cold load, s",
+        "stall_s": "async: call, s",
+        "lost_s": "async: training time lost, s",
+    }
+    raise typer.Exit(0 if publish("checkpoint", results, bars, columns=columns, as_json=json) else 1)
