@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from holdfast.checkpoint import series
 from holdfast.checkpoint.pieces import Catalogue
+from holdfast.checkpoint.renaming import renamed
+from holdfast.checkpoint.rules import Rules
 from holdfast.errors import CheckpointError, UsageError
 
 # In the order in which they are tried: those with the most telling files first.
@@ -21,6 +23,7 @@ _MODULES = {
     "dcp": "holdfast.checkpoint.formats.dcp",
     "hf": "holdfast.checkpoint.formats.hf",
     "torch": "holdfast.checkpoint.formats.torchsave",
+    "fragments": "holdfast.checkpoint.formats.fragments",
 }
 
 
@@ -40,14 +43,14 @@ def open_checkpoint(
     path: str | os.PathLike[str],
     *,
     format: str | None = None,
-    rules: Any = None,
+    rules: Rules | None = None,
 ) -> Catalogue:
     """The catalogue of a checkpoint of any format; of a run's folder, its newest checkpoint.
 
     ``rules`` (see :mod:`holdfast.checkpoint.rules`) describe a layout that cannot be derived.
     """
     place = Path(path)
-    if not place.exists():
+    if not place.exists() and not format_of("fragments").recognise(place):
         raise CheckpointError(f"{place} does not exist", hint="check the path")
     if format is None and (newest := series.newest(place)) is not None:
         place = newest
@@ -55,7 +58,11 @@ def open_checkpoint(
     if chosen is None:
         raise CheckpointError(f"{place} is not a checkpoint of a known format", hint=_hint(place))
     module = format_of(chosen)
-    return module.open(place) if rules is None else module.open(place, rules=rules)
+    if rules is None:
+        return module.open(place)
+    if "rules" in signature(module.open).parameters:
+        return module.open(place, rules=rules)
+    return renamed(module.open(place), rules)  # its layout is known: rules can only rename
 
 
 def _hint(place: Path) -> str:

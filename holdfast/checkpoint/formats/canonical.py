@@ -1,0 +1,243 @@
+"""From what people put into files to the one tree of a catalogue.
+
+Scripts call their sections "model" or "state_dict", number parameters or name them, save a bare state_dict or
+wrap everything once more. Where that can be told for certain it is made the same; the rest stays as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint.formats.pickled import Foreign, files_of
+from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, Stored, catalogue_tree, entry_of, name_of
+from holdfast.errors import CheckpointError
+
+_SECTIONS = {
+    "model": ("model", "state_dict", "model_state_dict"),
+    "optimizer": ("optimizer", "optimizer_state_dict", "optim"),
+}
+Tree = dict[str, Any]
+
+
+def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path) -> Catalogue:
+    """The catalogue of a tree with ``Stored`` or ``Entry`` leaves, after making it canonical."""
+    made = canonical(tree, where=where)
+    model: Tree = made["model"] if isinstance(made.get("model"), dict) else {}
+    tied = find_tied(model)
+    if tied:
+        made["model"] = {name: value for name, value in model.items() if name not in tied}
+    try:
+        found, tensors = catalogue_tree(made)
+    except AssertionError as error:  # {1: …, "1": …}
+        raise CheckpointError(f"{where}: {error}", hint="use names that differ as texts") from error
+    if tied:
+        found["model"] = {
+            name: Ref(name=name_of(("model", tied[name]))) if name in tied else found["model"][name] for name in model
+        }
+    files = files_of(root, tensors)
+    return Catalogue(format=format, root=root, tensors=tensors, tree=found, files=files, tied=tied)
+
+
+def canonical(tree: Mapping[Any, Any], *, where: Path) -> Tree:
+    """Sections under their usual names, the optimizer by names, and plain values only.
+
+    >>> canonical({"model_state_dict": {}, "epoch": 3}, where=Path("a.pt"))
+    {'model': {}, 'epoch': 3}
+    """
+    made = _sections(_unwrapped(plain(dict(tree))), where)
+    if "model" not in made:
+        made = _with_model(made)
+    if isinstance(made.get("optimizer"), dict):
+        names = made["model"] if isinstance(made.get("model"), dict) else ()
+        made["optimizer"] = _optimizer(made["optimizer"], names, where)
+    return made
+
+
+def plain(value: Any) -> Any:
+    """What any format can keep: foreign objects as dicts, arrays and sets as lists, devices as texts."""
+    if isinstance(value, dict):
+        return {_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(item) for item in value)
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in value), key=repr)
+    if isinstance(value, Foreign):
+        made = {"class": f"{value.module}.{value.name}"}
+        if value.args:
+            made["args"] = plain(value.args)
+        return {**made, **({"state": plain(value.state)} if value.state is not None else {})}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value) if isinstance(value, torch.device | complex) else value
+
+
+def _key(key: Any) -> Any:
+    return key if key is None or isinstance(key, str | int | float | bytes) else str(plain(key))
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, Stored | Entry)
+
+
+def _unwrapped(tree: Tree) -> Tree:
+    """Takes off a wrapper with nothing else in it: ``{"app": {"model": …, "optim": …}}``."""
+    if len(tree) == 1:
+        name, inside = next(iter(tree.items()))
+        names = {alias for aliases in _SECTIONS.values() for alias in aliases}
+        if name not in names and isinstance(inside, dict) and any(isinstance(inside.get(n), dict) for n in names):
+            return inside
+    return tree
+
+
+def _sections(tree: Tree, where: Path) -> Tree:
+    renamed: dict[Any, str] = {}
+    for section, aliases in _SECTIONS.items():
+        present = [name for name in aliases if name in tree and (name == section or isinstance(tree[name], dict))]
+        if len(present) > 1:
+            raise CheckpointError(
+                f"{where} has {' and '.join(map(repr, present))}, either of which could be the {section}",
+                hint="save it again with one of them",
+            )
+        renamed.update(dict.fromkeys(present, section))
+    return {renamed.get(name, name): value for name, value in tree.items()}
+
+
+def _with_model(tree: Tree) -> Tree:
+    """A bare state_dict is a model; so are the tensors beside an optimizer that knows all its names from them."""
+    tensors = {name: value for name, value in tree.items() if is_tensor(value) and isinstance(name, str)}
+    rest = {name: value for name, value in tree.items() if name not in tensors}
+    if tensors and all(isinstance(name, str) and name.endswith("_extra_state") for name in rest):
+        return {"model": tree}
+    optimizer = rest.get("optimizer")
+    if tensors and isinstance(optimizer, dict):
+        known = _parameters(optimizer, tensors)
+        if known and known <= tensors.keys():
+            return {"model": tensors, **rest}
+    return tree
+
+
+def find_tied(model: Mapping[str, Any]) -> dict[str, str]:
+    """Names that stand for the same bytes, each with the first name of them.
+
+    >>> a = Stored(file="a.pt", offset=64, dtype=torch.float32, shape=(2,), strides=(1,))
+    >>> find_tied({"embed": a, "bias": 3, "head": a})
+    {'head': 'embed'}
+    """
+    first: dict[Entry, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in model.items():
+        if is_tensor(value):
+            entry = entry_of(value) if isinstance(value, Stored) else value
+            known = first.setdefault(entry, name) if entry.nbytes else name
+            if known != name:
+                tied[name] = known
+    return tied
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+def _parameters(optimizer: Tree, model: Iterable[str]) -> set[Any]:
+    if groups := _groups(optimizer):
+        return {name for group in groups for name in group.get("param_names") or group["params"]}
+    state, settings = _split_flat(optimizer, set(model))
+    return {*state, *settings}
+
+
+def _optimizer(optimizer: Tree, model: Iterable[str], where: Path) -> Tree:
+    groups = _groups(optimizer)
+    if groups is not None:
+        rest = {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
+        state, groups = _by_name(optimizer.get("state") or {}, groups, where)
+        return {"state": state, "param_groups": groups, **rest}
+    flat = [key for key in optimizer if str(key).startswith(("state.", "param_groups."))]
+    if flat and len(flat) == len(optimizer):
+        state, settings = _split_flat(optimizer, set(model))
+        return {"state": state, "param_groups": _regrouped(settings, state)}
+    return optimizer
+
+
+def _groups(optimizer: Tree) -> list[Tree] | None:
+    """The groups of what ``Optimizer.state_dict`` gives; None for anything else."""
+    groups, state = optimizer.get("param_groups"), optimizer.get("state", {})
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        return None
+    return groups if all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) else None
+
+
+def _by_name(state: dict[Any, Any], groups: list[Tree], where: Path) -> tuple[dict[Any, Any], list[Tree]]:
+    """Names in the place of numbers, where torch has saved both."""
+    if any(isinstance(key, int) for group in groups for key in group["params"]):  # DCP makes texts of all keys
+        state = {int(key) if str(key).isdigit() else key: value for key, value in state.items()}
+    if not all("param_names" in group for group in groups):
+        return state, groups
+    names: dict[Any, Any] = {}
+    for group in groups:
+        if len(group["params"]) != len(group["param_names"]):
+            raise CheckpointError(f"{where}: a group of the optimizer has not one name for each parameter")
+        names.update(zip(group["params"], group["param_names"], strict=True))
+    if len(set(names.values())) < len(names) or not state.keys() <= names.keys():
+        raise CheckpointError(f"{where}: the optimizer's parameters and their names do not match")
+    made = [
+        {key: value for key, value in {**group, "params": list(group["param_names"])}.items() if key != "param_names"}
+        for group in groups
+    ]
+    return {names[key]: value for key, value in state.items()}, made
+
+
+def _split_flat(optimizer: Tree, model: set[str]) -> tuple[dict[str, Tree], dict[str, Tree]]:
+    """DCP's flat form: ``state.<name>.<slot>`` and ``param_groups.<name>.<setting>``, where names have dots."""
+    state: dict[str, Tree] = {}
+    settings: dict[str, Tree] = {}
+    for key, value in optimizer.items():
+        section, _, rest = str(key).partition(".")
+        name, path = _split_name(rest, model)
+        node = (state if section == "state" else settings).setdefault(name, {})
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = value
+    return state, settings
+
+
+def _split_name(text: str, model: set[str]) -> tuple[str, list[str]]:
+    """A parameter's name and what follows: the longest name that the model has, or all but the last part."""
+    for dot in reversed([found.start() for found in re.finditer(r"\.", text)]):
+        if text[:dot] in model:
+            return text[:dot], text[dot + 1 :].split(".")
+    name, _, last = text.rpartition(".")
+    return name, [last]
+
+
+def _regrouped(settings: Mapping[str, Tree], state: Mapping[str, Tree]) -> list[Tree]:
+    """Parameters with the same settings are one group; which groups there were is not in the file."""
+    groups: list[Tree] = []
+    for name in {**settings, **state}:
+        wanted = settings.get(name, {})
+        group = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == wanted), None)
+        if group is None:
+            group = {"params": [], **wanted}
+            groups.append(group)
+        group["params"].append(name)
+    return groups
+
+
+def numbered(optimizer: Tree) -> Tree:
+    """The form that a plain ``Optimizer.load_state_dict`` takes: numbers, with the names beside them.
+
+    >>> numbered({"state": {"b": {}}, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]})
+    {'state': {1: {}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1, 'param_names': ['a', 'b']}]}
+    """
+    groups = _groups(optimizer) or []
+    names = [name for group in groups for name in group["params"]]
+    if not names or not all(isinstance(name, str) for name in names):
+        return optimizer
+    numbers = {name: number for number, name in enumerate(names)}
+    made = [{**g, "params": [numbers[name] for name in g["params"]], "param_names": list(g["params"])} for g in groups]
+    state = {numbers.get(name, name): value for name, value in (optimizer.get("state") or {}).items()}
+    return {**optimizer, "state": state, "param_groups": made}

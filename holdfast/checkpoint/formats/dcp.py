@@ -1,0 +1,241 @@
+"""Folders of ``torch.distributed.checkpoint`` (DCP): a pickled table, and files full of small ``torch.save`` streams.
+
+The table says which box of which tensor is at which bytes of which file; each box is a zip of its own there, whose
+directory tells where the data lies. Nothing else is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.formats import dcp_write, pickled
+from holdfast.checkpoint.formats.canonical import assemble
+from holdfast.checkpoint.formats.header import Header, read_header
+from holdfast.checkpoint.formats.pickled import Foreign, Source
+from holdfast.checkpoint.formats.tiling import check_tiling
+from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Shape, Stored
+from holdfast.errors import CheckpointError
+
+NAME = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_CLASSES = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *((_METADATA, name) for name in ("Metadata", "StorageMeta", "MetadataIndex", "_MEM_FORMAT_ENCODING")),
+    *((_METADATA, f"{name}StorageMetadata") for name in ("Tensor", "Bytes", "Chunk")),
+    (_METADATA, "TensorProperties"),
+    # Megatron leaves its save plans in the table; nothing of them is used.
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "WriteItemType")),
+}
+_INCOMPLETE = "the checkpoint is incomplete or damaged; copy it again, or load an older one"
+
+write = dcp_write.write
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Some bytes of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(kw_only=True)
+class Logical:
+    """A tensor as the table describes it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    boxes: list[Box]
+
+
+@dataclass(kw_only=True)
+class Table:
+    """What ``.metadata`` says: tensors and objects by their flat names, and where each part is.
+
+    ``paths`` leads from a flat name to the keys of the nested dicts and lists that were saved.
+    """
+
+    items: dict[str, Logical | None] = field(default_factory=dict)
+    places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+
+
+def recognise(path: Path) -> bool:
+    """Whether this is a folder that DCP wrote; one without its table is, but cannot be opened."""
+    try:
+        return path.is_dir() and ((path / NAME).is_file() or any(path.glob("__*.distcp")))
+    except OSError:
+        return False
+
+
+def open(path: Path) -> Catalogue:
+    """The catalogue of a DCP folder, with the nested dicts and lists that were saved."""
+    items, table = read_items(path)
+    return assemble(format="dcp", root=path, tree=nested(items, table.paths, path), where=path)
+
+
+def read_items(path: Path) -> tuple[dict[str, Any], Table]:
+    """All that is in the folder by flat names: an ``Entry`` for each tensor, and the objects themselves."""
+    if not (path / NAME).is_file():
+        hint = "it is written last: the save was not completed, or the file was not copied"
+        raise CheckpointError(f"{path / NAME} is missing", hint=hint)
+    table = read_table(path)
+    parts = dict(_read_parts(path, table))
+    items: dict[str, Any] = {}
+    for name, logical in table.items.items():
+        if logical is None:
+            items[name] = parts[name, None]
+            continue
+        check_tiling(logical.boxes, logical.shape, name=name, where=path / NAME)
+        pieces = tuple(Piece(box=box, stored=parts[name, box.offset]) for box in logical.boxes)
+        items[name] = Entry(shape=logical.shape, dtype=logical.dtype, pieces=pieces)
+    return items, table
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def read_table(path: Path) -> Table:
+    """The table of a folder."""
+    where = path / NAME
+    found = pickled.load(where, root=path, allow=_CLASSES)
+    try:
+        return _table(found.fields, where)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is not a table of DCP: {error!r}", hint=_INCOMPLETE) from error
+
+
+def _table(fields: dict[str, Any], where: Path) -> Table:
+    table = Table()
+    for name, item in fields["state_dict_metadata"].items():
+        table.items[name] = None if item.name == "BytesStorageMetadata" else _logical(item.fields, name, where)
+    for index, info in fields["storage_data"].items():
+        place = info.fields
+        if place.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{where}: {index.fields['fqn']} is stored through {place['transform_descriptors']}",
+                hint="save it again without extensions",
+            )
+        key = index.fields["fqn"], index.fields.get("offset")
+        table.places[key] = _place(place, where)
+    paths = fields.get("planner_data")
+    if isinstance(paths, dict):
+        table.paths = {name: tuple(keys) for name, keys in paths.items() if isinstance(keys, tuple | list)}
+    return table
+
+
+def _logical(item: dict[str, Any], name: str, where: Path) -> Logical:
+    dtype, layout = item["properties"].state[:2]
+    if isinstance(layout, Foreign) and layout.args != ("torch.strided",):
+        raise CheckpointError(f"{where}: {name} is not a dense tensor", hint="only dense tensors are read")
+    chunks = [chunk.fields for chunk in item["chunks"]]
+    boxes = [Box(offset=tuple(chunk["offsets"]), shape=tuple(chunk["sizes"])) for chunk in chunks]
+    return Logical(shape=tuple(item["size"]), dtype=dtype, boxes=boxes)
+
+
+def _place(place: dict[str, Any], where: Path) -> Place:
+    file, offset, length = PurePosixPath(place["relative_path"]), int(place["offset"]), int(place["length"])
+    if file.is_absolute() or ".." in file.parts:
+        raise CheckpointError(f"{where} refers to {file}, outside of its folder", hint="do not trust this file")
+    return Place(file=file.as_posix(), offset=offset, length=length)
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def _read_parts(path: Path, table: Table) -> Iterator[tuple[tuple[str, Shape | None], Any]]:
+    """Every part of the table, in the order in which they lie in the files, each of which is opened once."""
+    wanted: list[tuple[Place, str, Box | None]] = []
+    for name, logical in table.items.items():
+        for box in [None] if logical is None else logical.boxes:
+            place = table.places.get((name, None if box is None else box.offset))
+            if place is None:
+                at = "" if box is None else f" at {box.offset}"
+                raise CheckpointError(f"{path / NAME} does not say where {name}{at} is", hint=_INCOMPLETE)
+            wanted.append((place, name, box))
+    wanted.sort(key=lambda item: (item[0].file, item[0].offset))
+    for file, inside in groupby(wanted, key=lambda item: item[0].file):
+        first, *rest = inside
+        if not (path / file).is_file():
+            raise CheckpointError(f"{path / file}, which holds {first[1]}, is missing", hint=_INCOMPLETE)
+        with Source(path / file, root=path) as source:
+            parts = _Parts(source=source)
+            for place, name, box in (first, *rest):
+                logical = table.items[name]
+                if logical is None or box is None:
+                    yield (name, None), source.load(offset=place.offset, length=place.length, name=name)
+                else:
+                    yield (name, box.offset), parts.tensor(place, name, box, logical.dtype)
+
+
+@dataclass(kw_only=True)
+class _Parts:
+    """The tensors in an open file of the folder."""
+
+    source: Source
+    headers: dict[int, Header] = field(default_factory=dict)
+
+    def tensor(self, place: Place, name: str, box: Box, dtype: torch.dtype) -> Stored:
+        with self.source.window(place.offset, 4) as begin:
+            zipped = begin.read(4) == b"PK\x03\x04"
+        if zipped:
+            stored = self.source.load(offset=place.offset, length=place.length, name=name)
+        else:  # torch's SerializationFormat.SAFETENSORS: all tensors of a file in one, at the place of each
+            if place.offset not in self.headers:
+                self.headers[place.offset] = read_header(self.source, offset=place.offset)
+            stored = self.headers[place.offset].arrays.get(name)
+        if not isinstance(stored, Stored):
+            raise CheckpointError(f"{self.source.path} has no tensor for {name} at {box.offset}", hint=_INCOMPLETE)
+        if (stored.shape, stored.dtype) != (box.shape, dtype):
+            raise CheckpointError(
+                f"{self.source.path}: {name} at {box.offset} is {stored.dtype} of shape {stored.shape}, "
+                f"the table says {dtype} of shape {box.shape}",
+                hint=_INCOMPLETE,
+            )
+        return stored
+
+
+# --- the tree -------------------------------------------------------------------------------------
+
+
+def nested(items: dict[str, Any], paths: dict[str, tuple[str | int, ...]], where: Path) -> dict[str, Any]:
+    """The dicts and lists that were flattened: a number in a path is a place in a list.
+
+    >>> nested({"a.0.b": 1}, {"a.0.b": ("a", 0, "b")}, Path("x"))
+    {'a': [{'b': 1}]}
+    """
+    root = _Node()
+    for name, value in items.items():
+        path = paths.get(name) or (name,)
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, _Node())
+            if not isinstance(node, _Node):
+                raise CheckpointError(f"{where / NAME}: {name} lies inside of something that is no dict")
+        if path[-1] in node:
+            raise CheckpointError(f"{where / NAME}: two items have the path {path}")
+        node[path[-1]] = value
+    return {str(key): _settled(value, where) for key, value in root.items()}
+
+
+class _Node(dict[Any, Any]):
+    """A dict or a list that is being built, told apart from dicts that are values."""
+
+
+def _settled(node: Any, where: Path) -> Any:
+    if not isinstance(node, _Node):
+        return node
+    if not all(isinstance(key, int) for key in node):
+        return {key: _settled(value, where) for key, value in node.items()}
+    if sorted(node) != list(range(len(node))):
+        raise CheckpointError(f"{where / NAME}: a list has only the places {sorted(node)}", hint=_INCOMPLETE)
+    return [_settled(node[place], where) for place in range(len(node))]

@@ -1,0 +1,151 @@
+"""Reads DeepSpeed's checkpoints: ZeRO-1, 2 and 3, the bf16 optimizer, none; data, tensor and pipeline parallel.
+
+Nothing of DeepSpeed is needed. A path is the checkpoint's folder, whose file ``latest`` names a tag, or the
+folder of a tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.formats import pickled
+from holdfast.checkpoint.formats.deepspeed_files import (
+    INCOMPLETE,
+    Files,
+    Place,
+    check_grid,
+    names_in,
+    sort_files,
+    tag_folder,
+)
+from holdfast.checkpoint.formats.deepspeed_states import Column, Ranks, read_column, read_states
+from holdfast.checkpoint.formats.deepspeed_tp import join_columns
+from holdfast.checkpoint.formats.deepspeed_tree import extras
+from holdfast.checkpoint.formats.deepspeed_zero import DAMAGED
+from holdfast.checkpoint.pieces import Catalogue, Entry, File, Ref, catalogue_tree, name_of
+from holdfast.checkpoint.rules import Rules
+from holdfast.errors import CheckpointError
+
+EXPERTS = "checkpoints with expert parallelism are not read"
+
+
+def recognise(path: Path) -> bool:
+    """Whether this is a checkpoint that DeepSpeed's ``save_checkpoint`` wrote; looks at names only."""
+    try:
+        folder = tag_folder(path, "latest")
+        files = sort_files(names_in(folder))
+        return bool(files.model or files.optim) and not (folder / "zero").is_dir()
+    except CheckpointError:
+        return False
+
+
+def open(path: Path, rules: Rules | None = None) -> Catalogue:
+    """The catalogue of a checkpoint; reads pickles and no tensor.
+
+    ``rules`` say how tensors are cut over tensor-parallel ranks where the checkpoint does not
+    (DeepSpeed's AutoTP does, Megatron-DeepSpeed partly).
+    """
+    ranks = read_ranks(tag_folder(path, "latest"))
+    columns = [read_column(ranks, tp) for tp in range(ranks.tps)]
+    told = (model.get("universal_checkpoint_info") for model in ranks.models.values())
+    info: dict[str, Any] = next(filter(None, told), {})
+    column = join_columns(columns, info, rules, where=ranks.folder)
+    left_out = list(dict.fromkeys(reason for one in columns for reason in one.left_out))
+    return assemble(ranks.folder, column, ranks, left_out)
+
+
+def read_ranks(folder: Path) -> Ranks:
+    """Reads the pickles of all files, and makes sure that they are one whole checkpoint."""
+    files = sort_files(names_in(folder), where=str(folder))
+    if files.experts:
+        raise CheckpointError(f"{folder / files.experts[0]} holds an expert", hint=EXPERTS)
+    if not files.model:
+        raise CheckpointError(f"{folder} has no model_states.pt files", hint="is it a DeepSpeed checkpoint?")
+    models = {place: read_states(folder, name) for place, name in files.model.items()}
+    optims = {place: _optimizer(folder / name) for place, name in files.optim.items()}
+    pps, tps = _model_parallel(models, files, folder)
+    dps = _data_parallel(models, optims, files, folder)
+    rows = dps if files.per_worker else 1
+    form = (
+        "zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" if files.per_worker else "mp_rank_{mp:02d}_model_states.pt"
+    )
+    check_grid(files.model, columns=pps * tps, rows=rows, example=form, where=folder)
+    if optims or any(model.get("param_shapes") for model in models.values()):
+        prefix = next(iter(files.optim.values()), "").partition("zero")[0]
+        form = f"{prefix}zero_pp_rank_{{dp}}_mp_rank_{{mp:02d}}_optim_states.pt"
+        check_grid(files.optim, columns=pps * tps, rows=dps, example=form, where=folder)
+    return Ranks(folder=folder, files=files, models=models, optims=optims, tps=tps, pps=pps, dps=dps)
+
+
+def _optimizer(path: Path) -> dict[str, Any]:
+    state = read_states(path.parent, path.name).get("optimizer_state_dict")
+    if not isinstance(state, dict) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(state):
+        raise CheckpointError(f"{path} has no ZeRO optimizer state", hint=DAMAGED)
+    if state.get("ds_zero_partition_groups"):
+        raise CheckpointError(f"{path} has experts that are cut over a group of their own", hint=EXPERTS)
+    return state
+
+
+def _model_parallel(models: Mapping[Place, Any], files: Files, folder: Path) -> tuple[int, int]:
+    """How many pipeline stages and tensor-parallel ranks there were."""
+    first = models[min(models)]
+    if dimensions := first.get("checkpoint_parallel_dimensions"):
+        return dimensions["pp_degree"], dimensions["tp_degree"]
+    mps = first.get("mp_world_size") or 1 + max(mp for mp, _ in models)
+    tps = len({tp for _, tp in files.layers}) if files.layers else mps
+    if mps % tps:
+        reason = f"{folder} has {mps} model-parallel ranks, which are not stages of {tps} tensor-parallel ones"
+        raise CheckpointError(reason, hint=INCOMPLETE)
+    return mps // tps, tps
+
+
+def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], files: Files, folder: Path) -> int:
+    """Over how many ranks the optimizer was cut."""
+    counts: set[int] = set()
+    for state in optims.values():
+        count = state.get("partition_count")
+        counts |= set(count if isinstance(count, list) else [count]) - {None}
+    if len(counts) > 1:
+        raise CheckpointError(f"{folder}: groups of parameters are cut over {sorted(counts)} ranks", hint=EXPERTS)
+    saved = counts.pop() if counts else models[min(models)].get("dp_world_size")
+    return saved or 1 + max(dp for _, dp in files.optim)
+
+
+def assemble(folder: Path, column: Column, ranks: Ranks, left_out: list[str]) -> Catalogue:
+    """One column of everything as a catalogue."""
+    order = list(ranks.models[0, 0].get("module") or {})
+    tree: dict[str, Any] = {"model": model_of(column, order)}
+    if column.groups:
+        tree["optimizer"] = {"state": column.state, "param_groups": column.groups}
+    tree.update(extras(ranks.models, ranks.optims, left_out, numbered=not column.groups))
+    tree, tensors = catalogue_tree(tree)
+    return Catalogue(
+        format="deepspeed",
+        root=folder,
+        tensors=tensors,
+        tree=tree,
+        files=_files(folder, tensors, ranks.files),
+        tied=column.tied,
+        frozen=tuple(column.frozen),
+        buffers=tuple(name for name in column.buffers if name in column.weights),
+        details={"left_out": left_out, "tensor_parallel": ranks.tps, "pipeline": ranks.pps, "data_parallel": ranks.dps},
+    )
+
+
+def model_of(column: Column, order: list[str]) -> dict[str, Entry | Ref]:
+    """The model's tensors, in the model's order where it is known."""
+    rank = {name: number for number, name in enumerate(order)}
+    model: dict[str, Entry | Ref] = dict(column.weights)
+    model.update({second: Ref(name=name_of(("model", first))) for second, first in column.tied.items()})
+    return dict(sorted(model.items(), key=lambda item: rank.get(item[0], len(rank))))
+
+
+def _files(folder: Path, tensors: Mapping[str, Entry], files: Files) -> dict[str, File]:
+    """All files with their sizes, also those that hold no tensor."""
+    known = pickled.files_of(folder, tensors)
+    for names in (files.model, files.optim, files.layers):
+        for name in names.values():
+            known.setdefault(name, File(bytes=(folder / name).stat().st_size))
+    return known

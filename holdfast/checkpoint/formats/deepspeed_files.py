@@ -1,0 +1,99 @@
+"""Which files a DeepSpeed checkpoint consists of, by name alone, and whether all of them are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.errors import CheckpointError
+
+INCOMPLETE = "copy the whole folder again, or load an older checkpoint"
+
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_.*states\.pt|expp_rank_\d+_.*states\.pt")
+
+Place = tuple[int, int]
+
+
+@dataclass(kw_only=True)
+class Files:
+    """The files of one tag folder: those of (model-parallel rank, data-parallel rank), those of (layer, tp).
+
+    >>> files = sort_files(["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+    >>> files.model, files.optim
+    ({(0, 0): 'mp_rank_00_model_states.pt'}, {(0, 1): 'bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt'})
+    """
+
+    model: dict[Place, str] = field(default_factory=dict)
+    optim: dict[Place, str] = field(default_factory=dict)
+    layers: dict[Place, str] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
+    per_worker: bool = False  # model states of every data-parallel rank: ZeRO-3
+
+
+def sort_files(names: Iterable[str], *, where: str = "the folder") -> Files:
+    """Tells the files apart; two files for one place are refused."""
+    files = Files()
+    for name in sorted(names):
+        if found := _OPTIM.fullmatch(name):
+            _put(files.optim, (int(found[2]), int(found[1])), name, where)
+        elif found := _MODEL.fullmatch(name):
+            files.per_worker |= found[1] is not None
+            _put(files.model, (int(found[2]), int(found[1] or 0)), name, where)
+        elif found := _LAYER.fullmatch(name):
+            _put(files.layers, (int(found[1]), int(found[2] or 0)), name, where)
+        elif _EXPERT.fullmatch(name):
+            files.experts.append(name)
+    return files
+
+
+def _put(known: dict[Place, str], place: Place, name: str, where: str) -> None:
+    if place in known:
+        raise CheckpointError(
+            f"{where}: {known[place]} and {name} are the same part", hint="remove the one of another run"
+        )
+    known[place] = name
+
+
+def check_grid(known: dict[Place, str], *, columns: int, rows: int, example: str, where: Path) -> None:
+    """Refuses a grid of (model-parallel, data-parallel) ranks that has holes or more files than ranks."""
+    for mp in range(columns):
+        for dp in range(rows):
+            if (mp, dp) not in known:
+                name = example.format(mp=mp, dp=dp)
+                raise CheckpointError(f"{where / name} is missing: one of {columns * rows} parts", hint=INCOMPLETE)
+    for (mp, dp), name in known.items():
+        if mp >= columns or dp >= rows:
+            raise CheckpointError(
+                f"{where / name} is one too many: the checkpoint was written by {rows} data-parallel and "
+                f"{columns} model-parallel ranks",
+                hint="remove what another run left behind",
+            )
+
+
+def tag_folder(path: Path, pointer: str) -> Path:
+    """The folder with the files: the path itself, or the one that its file ``latest`` names."""
+    latest = path / pointer
+    try:
+        if not latest.is_file():
+            return path
+        tag = latest.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{latest} cannot be read: {error}") from error
+    if not tag or Path(tag).name != tag:
+        raise CheckpointError(f"{latest} names {tag!r}, which is no folder beside it")
+    if not (path / tag).is_dir():
+        raise CheckpointError(f"{latest} names {tag}, but there is no such folder", hint="give the folder of a tag")
+    return path / tag
+
+
+def names_in(folder: Path) -> list[str]:
+    """The files of a folder."""
+    try:
+        return [entry.name for entry in folder.iterdir() if entry.is_file()]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error

@@ -1,0 +1,69 @@
+"""What all writers of foreign formats need: files that appear whole or not at all, and tensors read as they go."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.disk import Bytes, explained, sync_folder
+from holdfast.checkpoint.pieces import Catalogue, Ref
+from holdfast.checkpoint.read import find, read_range
+from holdfast.checkpoint.write import Array
+from holdfast.errors import UsageError
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Another name to write a file or folder under; it gets its own when all of it is durable.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with appearing(Path(folder, "a")) as unfinished:
+    ...         _ = unfinished.write_text("hello")
+    ...         before = Path(folder, "a").exists()
+    ...     before, Path(folder, "a").read_text()
+    (False, 'hello')
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{path} exists already", hint="give a new name")
+    unfinished = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
+    try:
+        yield unfinished
+        with explained(unfinished, "write"):
+            if unfinished.is_dir():
+                sync_folder(unfinished)
+            if path.is_dir():
+                path.rmdir()
+            os.rename(unfinished, path)
+            sync_folder(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+
+
+def array(catalogue: Catalogue, name: str, *, called: str | None = None) -> Array:
+    """A logical tensor that is read while it is written, under its own name or another."""
+    entry = find(catalogue, name)
+    size = entry.dtype.itemsize
+
+    def fill(start: int, stop: int, out: Bytes) -> None:
+        assert start % size == stop % size == 0, f"{name} is cut inside an element"
+        read_range(catalogue, name, start // size, stop // size, out)
+
+    return Array(name=name if called is None else called, dtype=entry.dtype, shape=entry.shape, fill=fill)
+
+
+def with_arrays(catalogue: Catalogue, node: Any) -> Any:
+    """A part of the catalogue's tree with an array in each reference's place."""
+    if isinstance(node, Ref):
+        return array(catalogue, node.name)
+    if isinstance(node, dict):
+        return {key: with_arrays(catalogue, value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(with_arrays(catalogue, value) for value in node)
+    return node

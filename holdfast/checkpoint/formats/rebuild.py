@@ -1,0 +1,266 @@
+"""What a foreign pickle may call: functions that check their arguments and make inert records.
+
+Nothing here imports or runs what the pickle names. Whatever is handed to a pickle refuses ``__setstate__``,
+or else a pickle could change it after it was checked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+EXPANDED_LIMIT = 64 << 20  # bytes: a tensor that repeats its storage (``expand``) may be no larger than this
+
+
+class Refused(Exception):
+    """The pickle does something that it may not; ``hint`` says what to do."""
+
+    def __init__(self, message: str, hint: str = "do not trust this file, unless you know why it does so") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Sealed:
+    """Base of what a pickle may hold but not change. A dataclass with slots would bring a way to do it."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise Refused("its pickle changes a tensor, storage or function after it was made")
+
+
+@dataclass(frozen=True)
+class Call(Sealed):
+    """A function given to a pickle; a bare one could be changed by it."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+@dataclass(frozen=True)
+class StorageType(Sealed):
+    """Stands for ``torch.FloatStorage`` and its like."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawStorage(Sealed):
+    """Bytes of the file that tensors look into."""
+
+    key: str
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawTensor(Sealed):
+    """A tensor that has been checked to lie inside its storage; ``offset`` in bytes of the file."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Stub:
+    """An object of a class that is not imported: what it was made from and its state."""
+
+    module = name = ""
+
+    def __new__(cls, *args: Any, **_: Any) -> Stub:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.args: tuple[Any, ...]
+        self.state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def stub(module: str, name: str) -> type[Stub]:
+    """A stand-in for one foreign class.
+
+    >>> stub("deepspeed.runtime", "LossScaler")(8).args
+    (8,)
+    """
+    return type(name, (Stub,), {"module": module, "name": name})
+
+
+class Dict(dict[Any, Any]):
+    """Stands for dicts with attributes (a module's state_dict has ``_metadata``), which are dropped."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class DefaultDict(Dict):
+    """Stands for a defaultdict, whose factory is dropped."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+
+class NumpyType:
+    """A numpy dtype of plain numbers."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        if not isinstance(code, str) or not re.fullmatch(r"[biufc](1|2|4|8|16)", code):
+            raise Refused(f"it holds a numpy array of type {code!r}", "only arrays of numbers are read")
+        self.code, self.order = code, "="
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in ("<", "|", "="):
+            raise Refused(f"it holds a numpy array of byte order {state[1]!r}", "only little-endian files are read")
+
+    def read(self, data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(self.code)
+        if not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
+            raise Refused(f"it holds a numpy array of shape {shape} whose bytes do not fit", "the file may be damaged")
+        return np.frombuffer(data, dtype)
+
+
+class RawArray:
+    """A numpy array, known when the pickle gives it its state."""
+
+    def __init__(self, *_: Any) -> None:
+        self.value: np.ndarray[Any, Any] | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, fortran, data = state
+        if not isinstance(kind, NumpyType):
+            raise Refused("it holds a numpy array of no known type", "only arrays of numbers are read")
+        shape = _sizes(shape)
+        self.value = kind.read(data, shape).reshape(shape, order="F" if fortran else "C").copy()
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
+        raise Refused(f"a tensor has sizes or strides {values!r}")
+    return tuple(values)
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None = None) -> RawTensor:
+    if not isinstance(storage, RawStorage) or type(offset) is not int or offset < 0:
+        raise Refused(f"a tensor lies at {offset!r} of {type(storage).__name__}")
+    shape, strides, dtype = _sizes(size), _sizes(stride), dtype or storage.dtype
+    if len(shape) != len(strides):
+        raise Refused(f"a tensor of shape {shape} has strides {strides}")
+    width, count = dtype.itemsize, math.prod(shape)
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if count and (offset + last + 1) * width > storage.nbytes:
+        raise Refused(
+            f"a tensor of shape {shape} and strides {strides} reaches beyond storage {storage.key}, "
+            f"which has {storage.nbytes} bytes"
+        )
+    if count * width > max(storage.nbytes, EXPANDED_LIMIT):
+        raise Refused(f"a tensor of shape {shape} repeats storage {storage.key}", "save it with .contiguous()")
+    where = storage.offset + (offset * width if count else 0)
+    return RawTensor(offset=where, dtype=dtype, shape=shape, strides=strides)
+
+
+def _plain(metadata: Any) -> None:
+    if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
+        raise Refused(f"a tensor is marked {metadata!r}", "call .resolve_conj().resolve_neg() before saving it")
+
+
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RawTensor:
+    _plain(rest[2] if len(rest) > 2 else None)
+    return _tensor(storage, offset, size, stride)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+) -> RawTensor:
+    _plain(metadata)
+    if not isinstance(dtype, torch.dtype):
+        raise Refused(f"a tensor has dtype {dtype!r}")
+    return _tensor(storage, offset, size, stride, dtype)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
+    """A tensor with Python attributes, which are dropped; subclasses of tensors mean more than their bytes."""
+    if not isinstance(function, Call) or kind is not TENSOR or not isinstance(args, tuple):
+        raise Refused(f"it holds a tensor of the class {kind!r}", "save plain tensors")
+    return function(*args)
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding != "latin1":
+        raise Refused(f"it encodes {type(text).__name__} as {encoding!r}")
+    return text.encode("latin1")
+
+
+def _bytes(*args: Any) -> bytes:
+    if args and not (len(args) == 1 and isinstance(args[0], bytes)):
+        raise Refused("it makes bytes from something else than bytes")  # bytes(10**12) would fill the memory
+    return b"".join(args)
+
+
+def _member(kind: Any, name: Any) -> Stub:
+    """Python 3.11 pickles a member of an enum as ``getattr(class, name)``; nothing else is looked up."""
+    if not (isinstance(kind, type) and issubclass(kind, Stub) and isinstance(name, str)):
+        raise Refused(f"it calls getattr({kind!r}, {name!r})")
+    return kind(name)
+
+
+def _scalar(kind: Any, data: Any) -> Any:
+    if not isinstance(kind, NumpyType):
+        raise Refused("it holds a numpy number of no known type", "only numbers are read")
+    return kind.read(data, ()).item()
+
+
+class NumpyArrayType(Sealed):
+    """Stands for ``numpy.ndarray`` where it is an argument."""
+
+
+TENSOR = Call(lambda *_: _sizes(None))  # torch.Tensor as an argument; calling it is refused
+_KINDS = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
+}  # fmt: skip
+STORAGES = {dtype: name for name, dtype in _KINDS.items()}  # dtypes that torch.save has names of storages for
+
+ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor"): Call(_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): Call(_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Call(_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): Call(_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Call(_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): Call(_from_type),
+    ("torch", "Tensor"): TENSOR,
+    ("torch", "Size"): tuple,
+    ("torch", "device"): torch.device,
+    ("torch.storage", "UntypedStorage"): StorageType(torch.uint8),
+    ("torch", "UntypedStorage"): StorageType(torch.uint8),
+    ("collections", "OrderedDict"): Dict,
+    ("collections", "Counter"): Dict,
+    ("collections", "defaultdict"): DefaultDict,
+    ("builtins", "getattr"): Call(_member),
+    ("builtins", "bytes"): Call(_bytes),
+    ("builtins", "bytearray"): Call(_bytes),
+    ("_codecs", "encode"): Call(_encode),
+    **{("builtins", kind.__name__): kind for kind in (set, frozenset, dict, list, tuple, int, float, bool, complex)},
+    **{("torch", f"{name}Storage"): StorageType(dtype) for name, dtype in _KINDS.items()},
+    **{("torch.cuda", f"{name}Storage"): StorageType(dtype) for name, dtype in _KINDS.items()},
+    **{("torch", name): kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)},
+    ("numpy", "dtype"): NumpyType,
+    ("numpy", "ndarray"): NumpyArrayType,
+    **{(f"numpy.{core}.multiarray", "scalar"): Call(_scalar) for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): RawArray for core in ("core", "_core")},
+}

@@ -1,0 +1,38 @@
+"""Whether the parts of a tensor make the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from holdfast.checkpoint.pieces import Box, Shape
+from holdfast.errors import CheckpointError
+
+
+def check_tiling(boxes: Sequence[Box], shape: Shape, *, name: str, where: object) -> None:
+    """Refuses boxes that leave a gap, overlap, or reach outside of the tensor.
+
+    >>> check_tiling([Box(offset=(0,), shape=(2,)), Box(offset=(2,), shape=(3,))], (6,), name="w", where="a")
+    Traceback (most recent call last):
+    holdfast.errors.CheckpointError: a: parts of w are missing, 5 of 6 elements are there (a file or an entry is lost)
+    """
+    for box in boxes:
+        if len(box.offset) != len(shape) or not _inside(box, shape):
+            text = f"{where}: a part of {name} at {box.offset} of shape {box.shape} lies outside of its shape {shape}"
+            raise CheckpointError(text, hint="the checkpoint is damaged")
+    parts = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
+    open_parts: list[Box] = []  # those that can still meet the next ones: sorted by rows, most cannot
+    for box in parts:
+        open_parts = [other for other in open_parts if not shape or other.offset[0] + other.shape[0] > box.offset[0]]
+        if any(box.intersect(other) for other in open_parts):
+            text = f"{where}: two parts of {name} overlap at {box.offset}"
+            raise CheckpointError(text, hint="a file or an entry is there twice")
+        open_parts.append(box)
+    there, wanted = sum(box.numel for box in parts), math.prod(shape)
+    if there != wanted:
+        text = f"{where}: parts of {name} are missing, {there} of {wanted} elements are there"
+        raise CheckpointError(text, hint="a file or an entry is lost")
+
+
+def _inside(box: Box, shape: Shape) -> bool:
+    return all(o >= 0 and n >= 0 and o + n <= m for o, n, m in zip(box.offset, box.shape, shape, strict=True))

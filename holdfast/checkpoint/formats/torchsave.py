@@ -1,0 +1,158 @@
+"""``torch.save`` files: a zip of a pickle and one uncompressed record for each storage.
+
+Read through :mod:`pickled`; written record by record, so that no more than a few megabytes are in memory.
+``torch.load(…, weights_only=True)`` reads them back.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from holdfast.checkpoint.disk import BLOCK, BUFFERS, Progress, explained, silent
+from holdfast.checkpoint.formats import pickled
+from holdfast.checkpoint.formats.archive import LEGACY_MAGIC
+from holdfast.checkpoint.formats.canonical import assemble, numbered
+from holdfast.checkpoint.formats.output import appearing, with_arrays
+from holdfast.checkpoint.formats.rebuild import STORAGES
+from holdfast.checkpoint.pieces import Catalogue, row_major
+from holdfast.checkpoint.write import Array
+from holdfast.errors import CheckpointError
+
+_ALIGN = 64  # torch aligns each storage to this, so that a mapped file can be used as it is
+_LARGE = 1 << 30  # from here on a record has the long form of a zip's header
+_LEGACY = pickle.dumps(LEGACY_MAGIC, protocol=2)
+
+
+def recognise(path: Path) -> bool:
+    """Whether this is a file that ``torch.save`` wrote, in the new or the old form."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            if file.read(len(_LEGACY)) == _LEGACY:
+                return True
+        return any(name.endswith("/data.pkl") for name in zipfile.ZipFile(path).namelist())
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return False
+
+
+def open(path: Path) -> Catalogue:
+    """The catalogue of a saved dict; a bare state_dict of tensors is a model."""
+    tree = pickled.load(path, root=path.parent)
+    if not isinstance(tree, dict):
+        hint = 'save a dict, such as {"model": model.state_dict()}'
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a dict with names", hint=hint)
+    return assemble(format="torch", root=path.parent, tree=tree, where=path)
+
+
+def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
+    """Writes one file. Tied tensors share a storage, and the optimizer is what its ``load_state_dict`` takes."""
+    tree = dict(catalogue.tree)
+    if isinstance(tree.get("optimizer"), dict):
+        tree["optimizer"] = numbered(tree["optimizer"])
+    with appearing(path) as unfinished, explained(unfinished, "write"), unfinished.open("xb") as stream:
+        save(with_arrays(catalogue, tree), stream, progress=progress)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def save(tree: Any, stream: BinaryIO, *, progress: Progress = silent) -> None:
+    """What ``torch.save`` does, for a tree with :class:`Array` leaves; arrays of one name share a storage."""
+    code = io.BytesIO()
+    pickler = _Pickler(code, protocol=2)
+    pickler.dump(tree)
+    with zipfile.ZipFile(_Part(stream), "w") as archive:
+        for name, text in {
+            "data.pkl": code.getvalue(),
+            ".format_version": b"1",
+            ".storage_alignment": str(_ALIGN).encode(),
+            "byteorder": b"little",
+        }.items():
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), text)
+        for key, source in enumerate(pickler.arrays.values()):
+            _write_record(archive, f"archive/data/{key}", source, progress)
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
+
+
+def _write_record(archive: zipfile.ZipFile, name: str, source: Array, progress: Progress) -> None:
+    info = zipfile.ZipInfo(name)
+    info.file_size = source.nbytes
+    large = source.nbytes >= _LARGE
+    assert archive.fp is not None
+    start = archive.fp.tell() + 30 + len(name) + (20 if large else 0) + 4
+    info.extra = struct.pack("<2sH", b"FB", -start % _ALIGN) + b"\0" * (-start % _ALIGN)
+    with archive.open(info, "w", force_zip64=large) as record, BUFFERS.lend(BLOCK) as buffer:
+        for begin in range(0, source.nbytes, BLOCK):
+            end = min(begin + BLOCK, source.nbytes)
+            source.fill(begin, end, buffer[: end - begin])
+            record.write(buffer[: end - begin].data)
+            progress(end - begin)
+
+
+class _Part(io.RawIOBase):
+    """The rest of a file, counted from here: a zip inside a larger file begins at its own zero."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._start = stream, stream.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._stream.tell() - self._start
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._stream.seek(offset + self._start if whence == 0 else offset, whence)
+        return self.tell()
+
+    def write(self, data: Any, /) -> int:
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+class _Storage:
+    """Stands in the pickle for the record of an array."""
+
+    def __init__(self, source: Array) -> None:
+        self.source = source
+
+
+class _Pickler(pickle.Pickler):
+    """Writes arrays as torch writes tensors: a call of a function of torch's, and a reference to a record."""
+
+    def __init__(self, stream: BinaryIO, protocol: int) -> None:
+        super().__init__(stream, protocol=protocol)
+        self.arrays: dict[str, Array] = {}
+        self._keys: dict[str, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Array):
+            return NotImplemented
+        utils = torch._utils
+        layout: tuple[Any, ...] = (_Storage(value), 0, value.shape, row_major(value.shape), False, OrderedDict())
+        if value.dtype in STORAGES:
+            return utils._rebuild_tensor_v2, layout
+        return utils._rebuild_tensor_v3, (*layout, value.dtype)
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Storage):
+            return None
+        source = value.source
+        self.arrays.setdefault(source.name, source)
+        key = str(self._keys.setdefault(source.name, len(self._keys)))
+        if source.dtype in STORAGES:
+            kind, count = getattr(torch, f"{STORAGES[source.dtype]}Storage"), source.nbytes // source.dtype.itemsize
+        else:
+            kind, count = torch.storage.UntypedStorage, source.nbytes
+        return ("storage", kind, key, "cpu", count)
