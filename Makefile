@@ -31,7 +31,7 @@ types: setup
 # A longer random soak: make soak SCENARIOS=200
 SCENARIOS ?= 30
 soak: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults/test_outside.py -k random --soak $(SCENARIOS) --timeout 7200
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -k random --soak $(SCENARIOS) --timeout 7200
 
 # DeepSpeed, Megatron and transformers themselves, as judges of what we read and write; in a venv of their own.
 FORMATS := .bench/formats
