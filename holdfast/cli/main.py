@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from holdfast.cli import bench, demo, run
+from holdfast.cli import bench, ckpt, demo, run
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -18,11 +18,12 @@ app = typer.Typer(
 )
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 app.command("demo")(demo.demo)
+app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Errors end in one sentence and an exit code: 2 usage, 3 too few workers, 1 anything else."""
+    """Errors end in one sentence and an exit code: 2 usage, 3 too few workers, 4 a bad checkpoint, 1 anything else."""
     try:
         app()
     except HoldfastError as e:

@@ -1,0 +1,141 @@
+"""The elements of tensors in two checkpoints, beside each other, a few megabytes at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.checkpoint.disk import THREADS, Progress, silent
+from holdfast.checkpoint.pieces import Catalogue, Shape, flat_boxes
+from holdfast.checkpoint.read import Want, read
+
+BATCH = 16 << 20  # bytes of each side that are in memory at once
+PART = 1 << 18  # elements whose difference is computed at once, in double precision
+FEW = 100  # files that are open at once, by each thread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A tensor of the same shape in both checkpoints: what it is called, and its name in either."""
+
+    name: str
+    a: str
+    b: str
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What two tensors differ in: elements whose bits (under another dtype: values) are not the same, elements
+    that are further apart than the tolerance, and how far the furthest are apart."""
+
+    differing: int = 0
+    beyond: int = 0
+    largest: float = 0.0
+
+
+def compare(
+    a: Catalogue, b: Catalogue, pairs: Sequence[Pair], *, tolerance: float = 0.0, progress: Progress = silent
+) -> dict[Pair, Tally]:
+    """Reads every pair once and counts."""
+    tallies = {pair: Tally() for pair in pairs}
+    for batch in _batches(pairs, a, b):
+        ours = _read(a, [(pair.a, start, stop) for pair, start, stop in batch], progress)
+        theirs = _read(b, [(pair.b, start, stop) for pair, start, stop in batch], progress)
+        for (pair, _, _), x, y in zip(batch, ours, theirs, strict=True):
+            count(tallies[pair], x, y, tolerance)
+    return tallies
+
+
+def _batches(pairs: Sequence[Pair], a: Catalogue, b: Catalogue) -> Iterator[list[tuple[Pair, int, int]]]:
+    """Ranges of elements that are read together: parts of large tensors, many small ones, as they lie in A."""
+
+    def place(pair: Pair) -> tuple[str, int]:
+        first = a.tensors[pair.a].pieces[:1]
+        return (first[0].stored.file, first[0].stored.offset) if first else ("", 0)
+
+    batch: list[tuple[Pair, int, int]] = []
+    room = BATCH
+    for pair in sorted(pairs, key=place):
+        widest = max(a.tensors[pair.a].dtype.itemsize, b.tensors[pair.b].dtype.itemsize)
+        start, end = 0, math.prod(a.tensors[pair.a].shape)
+        while start < end:
+            stop = min(end, start + max(room // widest, 1))
+            batch.append((pair, start, stop))
+            room -= (stop - start) * widest
+            start = stop
+            if room < widest:
+                yield batch
+                batch, room = [], BATCH
+    if batch:
+        yield batch
+
+
+def _read(catalogue: Catalogue, ranges: Sequence[tuple[str, int, int]], progress: Progress) -> list[torch.Tensor]:
+    """Elements [start, stop) of flattened tensors; what lies in one block of a file is read together."""
+    wants: list[Want] = []
+    made: list[torch.Tensor] = []
+    for name, start, stop in ranges:
+        entry = catalogue.tensors[name]
+        made.append(torch.empty(stop - start, dtype=entry.dtype))
+        wants += flat_wants(name, entry.shape, start, made[-1])
+    read_few(catalogue, wants, progress=progress)
+    return made
+
+
+def read_few(
+    catalogue: Catalogue, wants: Sequence[Want], *, progress: Progress = silent, threads: int = THREADS
+) -> None:
+    """As ``read``, with few files open at a time: some formats have one for each tensor."""
+    for start in range(0, len(wants), FEW):
+        read(catalogue, wants[start : start + FEW], progress=progress, threads=threads)
+
+
+def flat_wants(name: str, shape: Shape, start: int, line: torch.Tensor) -> Iterator[Want]:
+    """What fills a line with the elements of a flattened tensor from ``start`` on.
+
+    >>> [want.box.shape for want in flat_wants("w", (3, 4), 2, torch.empty(7))]
+    [(1, 2), (1, 4), (1, 1)]
+    """
+    done = 0
+    for box in flat_boxes(shape, start, start + len(line)):
+        yield Want(name=name, box=box, out=line[done : done + box.numel].view(box.shape))
+        done += box.numel
+
+
+def count(tally: Tally, a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> None:
+    """Adds what two lines of elements differ in.
+
+    >>> tally = Tally()
+    >>> count(tally, torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 7.0]), 1.0)
+    >>> tally
+    Tally(differing=2, beyond=1, largest=4.0)
+    """
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return
+    for start in range(0, len(a), PART):
+        x, y = a[start : start + PART], b[start : start + PART]
+        if x.dtype == y.dtype:
+            unlike = (_bits(x) != _bits(y)).any(dim=1)
+            if not unlike.any():
+                continue
+            x, y = x[unlike], y[unlike]
+        apart = _apart(x, y)
+        tally.differing += len(apart) if a.dtype == b.dtype else int((apart != 0).sum())
+        tally.beyond += int((~(apart <= tolerance)).sum())  # NaN is beyond every tolerance
+        tally.largest = max(tally.largest, float(apart.nan_to_num(math.inf, math.inf).max()))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8).view(len(tensor), -1)
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How far elements are from each other. Equal infinities are not apart, nor is NaN from NaN."""
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    apart = (x - y).abs()
+    apart[(x == y) | (x.isnan() & y.isnan())] = 0.0
+    return apart

@@ -1,0 +1,246 @@
+"""From any format that can be read to any that can be written, a few megabytes at a time."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast import codec
+from holdfast.checkpoint import index
+from holdfast.checkpoint.compare import flat_wants, read_few
+from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_folder, write_blocks
+from holdfast.checkpoint.facts import count, groups_of, refs
+from holdfast.checkpoint.formats import format_of, recognise
+from holdfast.checkpoint.formats.output import appearing
+from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece, Ref, Stored, name_of, row_major, whole
+from holdfast.checkpoint.read import Want
+from holdfast.checkpoint.write import Array, Image
+from holdfast.errors import CheckpointError, UsageError
+
+TARGETS = ("holdfast", "hf", "dcp", "torch", "deepspeed-universal")
+FILE = 4 << 30  # bytes in a data file, unless a single tensor has more
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def convert(
+    catalogue: Catalogue, path: Path, to: str, *, overwrite: bool = False, progress: Progress = silent
+) -> list[str]:
+    """Writes a checkpoint in another format, whole or not at all; returns what that format cannot hold.
+
+    >>> import tempfile
+    >>> from holdfast.checkpoint import open_checkpoint, save
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> save(folder / "a", {"model": torch.nn.Linear(2, 1), "step": 7})
+    >>> convert(open_checkpoint(folder / "a"), folder / "a.pt", "torch")
+    []
+    """
+    lost = left_behind(catalogue, to)
+    writer = write if to == "holdfast" else format_of(to).write
+    with explained(path, "create"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if check_destination(path, catalogue.root, overwrite=overwrite):
+        writer(catalogue, path, progress=progress)
+        return lost
+    unfinished = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
+    writer(catalogue, unfinished, progress=progress)
+    _replace(path, unfinished)
+    return lost
+
+
+def check_destination(path: Path, source: Path, *, overwrite: bool) -> bool:
+    """Whether nothing is there; an error if there is something that is not to be replaced."""
+    with explained(path, "read"):
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return True
+    if not overwrite:
+        raise UsageError(f"{path} exists already", hint="--overwrite replaces it")
+    if recognise(path) is None:
+        raise UsageError(f"{path} is not a checkpoint, and is not replaced", hint="choose another name")
+    if path.resolve() in (source.resolve(), *source.resolve().parents):
+        raise UsageError(f"{path} holds what is to be converted", hint="choose another name")
+    return False
+
+
+def _replace(path: Path, new: Path) -> None:
+    """The old one stays until the new one is durable; between the two renames both are there, under other names."""
+    old = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
+    with explained(path, "replace"):
+        os.rename(path, old)
+        os.rename(new, path)
+        sync_folder(path.parent)
+        old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)
+
+
+# --- what is converted ----------------------------------------------------------------------------
+
+
+def select(catalogue: Catalogue, sections: Sequence[str]) -> Catalogue:
+    """Some sections of a checkpoint, with the tensors in them."""
+    for section in sections:
+        if section not in catalogue.tree:
+            known = ", ".join(map(str, catalogue.tree)) or "nothing"
+            raise CheckpointError(f"{catalogue.root} has no section {section!r}", hint=f"it has {known}")
+    tree = {key: node for key, node in catalogue.tree.items() if key in sections}
+    used = {ref.name for ref in refs(tree)}
+    tensors = {name: entry for name, entry in catalogue.tensors.items() if name in used}
+    chosen = replace(catalogue, tree=tree, tensors=tensors)
+    return chosen if "model" in sections else replace(chosen, tied={}, frozen=(), buffers=())
+
+
+def cast(catalogue: Catalogue, name: str) -> Catalogue:
+    """The same with the model's floating-point tensors in another dtype; rounding happens as they are read."""
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name} is not known", hint=f"one of {', '.join(DTYPES)}")
+    model = {ref.name for ref in refs(catalogue.tree.get("model"))}
+    tensors = {
+        key: replace(entry, dtype=DTYPES[name]) if key in model and entry.dtype.is_floating_point else entry
+        for key, entry in catalogue.tensors.items()
+    }
+    return replace(catalogue, tensors=tensors)
+
+
+def left_behind(catalogue: Catalogue, to: str) -> list[str]:
+    """What a format cannot hold of a checkpoint, in words; an error if it could hold nothing of it."""
+    if to not in TARGETS:
+        raise UsageError(f"there is no writer for {to!r}", hint=f"one of {', '.join(TARGETS)}")
+    if to == "holdfast":
+        return [f"{name}, which is not a plain value" for name in keepable(catalogue.tree)[1]]
+    lost = []
+    if to == "hf":
+        if not isinstance(catalogue.tree.get("model"), dict):
+            raise CheckpointError(
+                f"{catalogue.root} has no model, and hf holds nothing else",
+                hint="holdfast ckpt inspect shows what it has",
+            )
+        lost += [_section(key, node) for key, node in catalogue.tree.items() if key != "model"]
+    if to == "deepspeed-universal" and (halves := _halves(catalogue)):
+        lost.append(f"the dtype of {count(len(halves), 'tensor')}, as {halves[0]} (they become float32)")
+    marked = [("frozen parameter", catalogue.frozen), ("buffer", catalogue.buffers)]
+    marks = [count(len(names), noun) for noun, names in marked if names and to != "deepspeed-universal"]
+    lost += [f"the marks of {' and '.join(marks)}"] if marks else []
+    return lost
+
+
+def written(catalogue: Catalogue, to: str) -> dict[str, Entry]:
+    """The tensors that will be in the new checkpoint."""
+    names = {ref.name for ref in refs(catalogue.tree.get("model") if to == "hf" else catalogue.tree)}
+    return {name: entry for name, entry in catalogue.tensors.items() if name in names}
+
+
+def _halves(catalogue: Catalogue) -> list[str]:
+    """Parameters that are trained, and what the optimizer keeps of them, in 16 bits."""
+    optimizer, model = catalogue.tree.get("optimizer"), catalogue.tree.get("model") or {}
+    trained = [model.get(name) for group in groups_of(optimizer) or () for name in group["params"]]
+    names = dict.fromkeys(ref.name for ref in refs([*trained, optimizer]))
+    return [name for name in names if catalogue.tensors[name].dtype in (torch.bfloat16, torch.float16)]
+
+
+def _section(key: str, node: Any) -> str:
+    tensors = len({ref.name for ref in refs(node)})
+    return f"{key} ({count(tensors, 'tensor')})" if tensors else str(key)
+
+
+# --- the writer of our own format -----------------------------------------------------------------
+
+
+def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
+    """Writes a checkpoint as ``save`` does, from another one."""
+    tree, dropped = keepable(catalogue.tree)
+    save = index.new_id()
+    writer = f"holdfast ckpt convert on {socket.gethostname()}"
+    files: dict[str, File] = {}
+    tensors: dict[str, Entry] = {}
+    with appearing(path) as unfinished:
+        with explained(unfinished, "create"):
+            unfinished.mkdir()
+        for number, names in enumerate(_shared_out(catalogue)):
+            file = index.data_name(save, number)
+            image, fill = _image(catalogue, names)
+            sums = write_blocks(unfinished / file, image.size, fill, progress=progress)
+            files[file] = File(bytes=image.size, checksums=sums, writer=writer)
+            tensors.update({name: _entry(catalogue.tensors[name], file, image.offsets[name]) for name in names})
+        left_out = [*catalogue.details.get("left_out", ()), *dropped]
+        details = {"converted_from": catalogue.format, **({"left_out": left_out} if left_out else {})}
+        tensors = {name: tensors[name] for name in catalogue.tensors}
+        made = replace(catalogue, root=unfinished, tensors=tensors, tree=tree, files=files, details=details)
+        index.commit(made, save)
+
+
+def _entry(entry: Entry, file: str, offset: int) -> Entry:
+    stored = Stored(file=file, offset=offset, dtype=entry.dtype, shape=entry.shape, strides=row_major(entry.shape))
+    piece = Piece(box=whole(entry.shape), stored=stored)
+    return Entry(shape=entry.shape, dtype=entry.dtype, pieces=(piece,))
+
+
+def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:
+    """The tensors of each file; there is at least one file."""
+    names: list[str] = []
+    size = 0
+    for name, entry in catalogue.tensors.items():
+        if names and size + entry.nbytes > FILE:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += entry.nbytes
+    yield names
+
+
+def _image(catalogue: Catalogue, names: Sequence[str]) -> tuple[Image, Callable[[int, int, Bytes], Bytes]]:
+    """A file, and what fills a block of it.
+
+    A block first collects what it needs of all tensors in it, and then reads that at once: a block of the
+    source that is checked has to be read whole, even for a few bytes.
+    """
+    local = threading.local()
+
+    def array(name: str, entry: Entry) -> Array:
+        def collect(start: int, stop: int, out: Bytes) -> None:
+            line = torch.from_numpy(out).view(entry.dtype)
+            local.wants += flat_wants(name, entry.shape, start // entry.dtype.itemsize, line)
+
+        return Array(name=name, dtype=entry.dtype, shape=entry.shape, fill=collect)
+
+    image = Image([array(name, catalogue.tensors[name]) for name in names])
+
+    def fill(start: int, stop: int, out: Bytes) -> Bytes:
+        wants: list[Want] = []
+        local.wants = wants
+        image.fill(start, stop, out)
+        read_few(catalogue, wants, threads=1)
+        return out
+
+    return image, fill
+
+
+def keepable(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What our index can hold of a tree, and the names of what it cannot: objects of other programs.
+
+    >>> keepable({"step": 7, "args": {"lr": 0.1, "device": torch.device("cpu")}})
+    ({'step': 7, 'args': {'lr': 0.1}}, ['args/device'])
+    """
+    dropped: list[str] = []
+
+    def keep(node: Any, path: tuple[Any, ...]) -> tuple[Any, bool]:
+        if isinstance(node, dict):
+            kept = {key: keep(value, (*path, key)) for key, value in node.items()}
+            return {key: value for key, (value, does) in kept.items() if does}, True
+        if isinstance(node, list | tuple):
+            items = [keep(value, (*path, number)) for number, value in enumerate(node)]
+            return type(node)(value for value, _ in items), True  # None holds the place of what is dropped
+        try:
+            codec.encode(node, lambda value: value.name if isinstance(value, Ref) else None)
+        except UsageError:
+            dropped.append(name_of(path))
+            return None, False
+        return node, True
+
+    return keep(tree, ())[0], dropped

@@ -1,0 +1,127 @@
+"""What is in a catalogue's tree, under one flat name each: tensors, values, settings of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast.checkpoint.objects import NUMPY
+from holdfast.checkpoint.pieces import Box, Catalogue, Ref, name_of
+
+Leaves = dict[str, Any]
+
+
+def leaves(tree: Mapping[Any, Any]) -> Leaves:
+    """Every tensor (as a ``Ref``) and every value by its name. Settings of a group are given to each parameter.
+
+    >>> group = {"params": ["w"], "lr": 0.1, "betas": (0.9, 0.99)}
+    >>> leaves({"optimizer": {"state": {"w": {"step": 3}}, "param_groups": [group]}})
+    {'optimizer/state/w/step': 3, 'optimizer/param_groups/w/lr': 0.1, 'optimizer/param_groups/w/betas': (0.9, 0.99)}
+    """
+    return {name_of(path): value for path, value in _walk(tree, ())}
+
+
+def _walk(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(node, dict) and node.keys() == {NUMPY}:
+        yield from _walk(node[NUMPY], path)
+    elif isinstance(node, dict) and node:
+        groups = groups_of(node)
+        for key, value in node.items():
+            if key != "param_groups" or groups is None:
+                yield from _walk(value, (*path, key))
+        for group in groups or ():
+            settings = {key: value for key, value in group.items() if key != "params"}
+            for parameter in group["params"]:
+                yield from _walk(settings, (*path, "param_groups", parameter)) if settings else ()
+    elif isinstance(node, list | tuple) and any(isinstance(item, dict | list | tuple | Ref) for item in node):
+        for number, item in enumerate(node):
+            yield from _walk(item, (*path, number))
+    else:
+        yield path, node
+
+
+def groups_of(node: Any) -> list[dict[str, Any]] | None:
+    """The groups of an optimizer's state; None for anything else."""
+    groups = node.get("param_groups") if isinstance(node, dict) else None
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
+        return None
+    return groups
+
+
+def refs(node: Any) -> Iterator[Ref]:
+    """Every reference to a tensor in a part of a tree."""
+    if isinstance(node, Ref):
+        yield node
+    elif isinstance(node, dict):
+        for value in node.values():
+            yield from refs(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from refs(value)
+
+
+def step_of(catalogue: Catalogue) -> int | None:
+    """The step a checkpoint is of, where it says so with a plain number."""
+    step = catalogue.tree.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def bytes_of(catalogue: Catalogue) -> int:
+    """What its files take on disk."""
+    return sum(file.bytes for file in catalogue.files.values())
+
+
+def marks_of(catalogue: Catalogue) -> dict[str, list[str]]:
+    """What is to be said about tensors of the model, by their names: tied, frozen, a buffer.
+
+    >>> from pathlib import Path
+    >>> marks_of(Catalogue(format="x", root=Path("x"), tied={"head": "embed"}, frozen=("embed",)))
+    {'model/embed': ['frozen', 'tied: head']}
+    """
+    marks: dict[str, list[str]] = {}
+    for mark, names in (("frozen", catalogue.frozen), ("buffer", catalogue.buffers)):
+        for name in names:
+            marks.setdefault(name_of(("model", name)), []).append(mark)
+    for second, first in catalogue.tied.items():
+        marks.setdefault(name_of(("model", first)), []).append(f"tied: {second}")
+    return marks
+
+
+def some(names: Sequence[Any], limit: int = 3) -> str:
+    """A few names, and how many more there are.
+
+    >>> some(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(str, names[:limit])) + more
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "tensor"), count(1200, "tensor"), count(2, "copy")
+    ('1 tensor', '1,200 tensors', '2 copies')
+    """
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else many}"
+
+
+def box_text(box: Box) -> str:
+    """A box as Python writes slices.
+
+    >>> box_text(Box(offset=(2, 0), shape=(3, 4)))
+    '[2:5, 0:4]'
+    """
+    return f"[{', '.join(f'{start}:{start + size}' for start, size in zip(box.offset, box.shape, strict=True))}]"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape to read.
+
+    >>> shape_text((4096, 1024)), shape_text(())
+    ('4096 x 1024', 'scalar')
+    """
+    return " x ".join(map(str, shape)) or "scalar"

@@ -1,0 +1,124 @@
+"""Which checkpoints lie below a folder, complete or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import formats, index, series
+from holdfast.checkpoint.disk import explained
+from holdfast.checkpoint.facts import bytes_of, step_of
+from holdfast.checkpoint.pieces import Catalogue
+from holdfast.errors import CheckpointError, HoldfastError
+
+DEPTH = 3  # folders below the one that is asked for
+COMPLETE, UNFINISHED = "complete", "not completed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint, or what is left of one. ``state`` is "complete", "not completed", or what is wrong with it."""
+
+    path: Path
+    format: str
+    state: str = COMPLETE
+    step: int | None = None
+    bytes: int = 0
+    tensors: int = 0
+    files: int = 0
+    saved: float = 0.0
+    newest: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        when = datetime.fromtimestamp(self.saved).astimezone().isoformat(timespec="seconds")
+        return {**vars(self), "path": str(self.path), "saved": when}
+
+
+def find(root: Path) -> list[Found]:
+    """The checkpoints in a folder and below it, in the order of their names and steps."""
+    if not root.exists():
+        raise CheckpointError(f"{root} does not exist", hint="check the path")
+    found = sorted(_below(root, DEPTH), key=lambda one: (one.path.parent, one.step or 0, one.path))
+    newest = _newest(root, [one for one in found if one.state == COMPLETE])
+    return [replace(one, newest=one.path == newest) for one in found]
+
+
+def _newest(root: Path, complete: list[Found]) -> Path | None:
+    """What a run would resume from; where there is no run, what was saved last."""
+    last = max(complete, key=lambda one: one.saved, default=None)
+    return series.newest(root) or (last.path if last and len(complete) > 1 else None)
+
+
+def _below(place: Path, depth: int) -> Iterator[Found]:
+    known = formats.recognise(place)
+    if known == "holdfast" and not index.exists(place):
+        yield _unfinished(place)
+        return
+    here = None if known is None else _describe(place, known)
+    # DeepSpeed and Megatron keep a pointer to the newest of several folders; those are what is listed.
+    inside = [] if here is not None and here.path == place else [*_inside(place, depth)]
+    if here is not None and here.path not in [one.path for one in inside]:
+        yield here
+    yield from inside
+
+
+def _inside(place: Path, depth: int) -> Iterator[Found]:
+    if not place.is_dir() or not depth:
+        return
+    with explained(place, "read"):
+        children = sorted(place.iterdir())
+    for child in children:
+        if not child.name.startswith(".") and not child.is_symlink():
+            try:
+                yield from [*_below(child, depth - 1)]
+            except HoldfastError as error:  # one folder without rights must not hide the others
+                yield Found(path=child, format="", state=str(error), saved=_changed(child))
+
+
+def _describe(place: Path, known: str) -> Found:
+    try:
+        catalogue = formats.open_checkpoint(place, format=known)
+    except HoldfastError as error:
+        return Found(path=place, format=known, state=str(error), saved=_changed(place))
+    root = place if place.is_file() else catalogue.root
+    return Found(
+        path=root,
+        format=known,
+        step=step_of(catalogue),
+        bytes=bytes_of(catalogue),
+        tensors=len(catalogue.tensors),
+        files=len(catalogue.files),
+        saved=_saved(catalogue),
+    )
+
+
+def _saved(catalogue: Catalogue) -> float:
+    """When it was saved: as it says itself, or when its last file was changed."""
+    said = catalogue.details.get("saved")
+    if isinstance(said, float | int):
+        return float(said)
+    return max((_changed(catalogue.root / name) for name in catalogue.files), default=0.0)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _unfinished(place: Path) -> Found:
+    files = index.litter(place)
+    name, _, number = place.name.rpartition("-")
+    return Found(
+        path=place,
+        format="holdfast",
+        state=UNFINISHED,
+        step=int(number) if name == "step" and number.isdigit() else None,
+        bytes=sum(path.stat().st_size for path in files),
+        files=len(files),
+        saved=max(map(_changed, [place, *files])),
+    )

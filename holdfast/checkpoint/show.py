@@ -1,0 +1,248 @@
+"""Checkpoints on a terminal: tables that a person can read, as wide as the terminal is."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.checkpoint.diff import Difference, Row
+from holdfast.checkpoint.facts import count, some
+from holdfast.checkpoint.listing import COMPLETE, UNFINISHED, Found
+from holdfast.checkpoint.verify import Damage, Verdict
+
+ROWS = 20  # of a table, unless all are asked for
+NARROW = 8  # characters that a folded column has at least
+
+
+def size_text(size: float) -> str:
+    """Bytes to read.
+
+    >>> size_text(12), size_text(1_240_000_000)
+    ('12 B', '1.24 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def time_text(when: float, *, short: bool = False) -> str:
+    """A time on this machine's clock; without the year where there is little room."""
+    return datetime.fromtimestamp(when).strftime("%m-%d %H:%M" if short else "%Y-%m-%d %H:%M") if when else ""
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Numbers, those that follow each other drawn together.
+
+    >>> ranges_text([0, 1, 2, 3, 7])
+    '0-3, 7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+class Screen:
+    """Prints tables and sentences; on stderr where stdout is for JSON. A pipe gets every line whole."""
+
+    def __init__(self, *, aside: bool = False, everything: bool = False) -> None:
+        self.console = Console(stderr=aside, highlight=False)
+        if not self.console.is_terminal and "COLUMNS" not in os.environ:
+            self.console = Console(stderr=aside, highlight=False, width=10_000)
+        self.everything = everything
+
+    def say(self, text: str = "", *, style: str = "") -> None:
+        """A sentence, which the terminal wraps between words."""
+        self.console.print(escape(text), style=style or None)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+        """A table. ``>name`` is a column of numbers, ``name~`` may be folded, ``name?`` left out if there is no room;
+        empty columns are always left out."""
+        shown = rows if self.everything else rows[:ROWS]
+        longest = {
+            name: max(len(name.strip(">~?")), *(len(row[number]) for row in shown))
+            for number, name in enumerate(columns)
+            if any(row[number] for row in shown)
+        }
+        widths = fitted(longest, self.console.width)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        for name, width in widths.items():
+            side: JustifyMethod = "right" if name.startswith(">") else "left"
+            table.add_column(name.strip(">~?"), justify=side, width=width, overflow="fold")
+        for row in shown:
+            table.add_row(*(escape(cell) for name, cell in zip(columns, row, strict=True) if name in widths))
+        if title:
+            self.say(title, style="bold")
+        self.console.print(table)
+        self.more(len(rows) - len(shown))
+
+    def more(self, number: int, noun: str = "") -> None:
+        """How much is not shown."""
+        if number > 0:
+            self.say(f"… and {number:,} more{noun} (--all shows them)", style="dim")
+
+
+def fitted(longest: Mapping[str, int], room: int) -> dict[str, int]:
+    """The widths of a table's columns: all they need, or what is left for those that may be folded.
+
+    >>> fitted({"name~": 40, ">size": 6, "files?": 5, "notes~": 10}, 40)
+    {'name~': 20, '>size': 6, 'notes~': 10}
+    """
+    widths = dict(longest)
+    for name in [name for name in reversed([*longest]) if name.endswith("?")]:
+        if _total(widths) > room:
+            del widths[name]
+    for _ in range(max(0, _total(widths) - room)):
+        folded = [name for name in widths if name.endswith("~") and widths[name] > NARROW]
+        if not folded:
+            break
+        widths[max(folded, key=lambda name: widths[name])] -= 1
+    return widths
+
+
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + 2 * (len(widths) - 1)
+
+
+# --- ls -------------------------------------------------------------------------------------------
+
+
+def show_list(screen: Screen, root: Path, found: Sequence[Found]) -> None:
+    if not found:
+        screen.say(f"there is no checkpoint in {root}")
+        return
+    rows = [
+        [
+            _inside(one.path, root),
+            "" if one.step is None else str(one.step),
+            one.format,
+            size_text(one.bytes) if one.bytes else "",
+            f"{one.tensors:,}" if one.tensors else "",
+            str(one.files or ""),
+            time_text(one.saved, short=screen.console.width < 90),
+            _state(one),
+        ]
+        for one in found
+    ]
+    screen.table(["checkpoint~", ">step", "format", ">size", ">tensors?", ">files?", "saved", "state~"], rows)
+    for one in found:
+        if one.state not in (COMPLETE, UNFINISHED):
+            screen.say(f"{_inside(one.path, root)}: {one.state}", style="red")
+
+
+def _state(one: Found) -> str:
+    if one.state not in (COMPLETE, UNFINISHED):
+        return "damaged"
+    return "newest" if one.newest else one.state
+
+
+def _inside(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def show_verdict(screen: Screen, path: Path, verdict: Verdict, *, seconds: float) -> None:
+    shown = verdict.damaged if screen.everything else verdict.damaged[:ROWS]
+    for one in shown:
+        screen.say(_damage(one))
+    screen.more(len(verdict.damaged) - len(shown))
+    checked = [count(number, noun) for noun, number in verdict.checked.items()]
+    done = f"{size_text(verdict.bytes)} in {seconds:.1f} s" + (f": {', '.join(checked)}" if checked else "")
+    if verdict.damaged:
+        screen.say(f"{path} is damaged in {count(len(verdict.damaged), 'place')} ({done})", style="bold red")
+    elif verdict.unchecked:
+        screen.say(f"{path}: nothing wrong was found ({done})", style="bold")
+    else:
+        screen.say(f"{path}: every byte is as it was written ({done})", style="bold green")
+    for sentence in verdict.unchecked:
+        screen.say(f"not checked: {sentence}", style="yellow")
+
+
+def _damage(one: Damage) -> str:
+    where = [one.file] if one.file else []
+    where += [f"bytes {one.start:,} to {one.stop:,}"] if one.stop else []
+    held = f"\n    in it: {some(one.tensors)}" if one.tensors and one.file else ""
+    return ", ".join(where) + (": " if where else "") + one.what + held
+
+
+# --- diff -----------------------------------------------------------------------------------------
+
+
+def show_difference(screen: Screen, a: Path, b: Path, difference: Difference) -> None:
+    screen.say(f"A: {a}")
+    screen.say(f"B: {b}")
+    if difference.rows:
+        rows = [[row.name, _differs(row), _largest(row)] for row in collapsed(difference.rows)]
+        screen.say()
+        screen.table(["name~", "difference~", ">max |A-B|"], rows)
+        screen.say()
+    for sentence in difference.notes if screen.everything else difference.notes[:ROWS]:
+        screen.say(sentence, style="dim")
+    for side, names in (("A", difference.only_a), ("B", difference.only_b)):
+        if names:
+            screen.say(f"only {side} has {some(names, 8)}: not compared", style="yellow")
+    equal = [count(difference.equal, "tensor")] if difference.equal else []
+    equal += [count(difference.close, "tensor") + " within the tolerance"] if difference.close else []
+    equal += [count(difference.values, "value")] if difference.values else []
+    if difference.rows:
+        text = f"different: {count(len(difference.rows), 'difference')}"
+        screen.say(f"{text}; equal: {', '.join(equal) or 'nothing'}", style="bold red")
+    else:
+        screen.say(f"equal: {', '.join(equal) or 'nothing was compared'}", style="bold green" if equal else "bold")
+
+
+def collapsed(rows: Sequence[Row]) -> list[Row]:
+    """Settings that differ in the same way for many parameters in one row.
+
+    >>> lr = [Row(name=f"optimizer/param_groups/{name}/lr", kind="value", a="0.1", b="0.2") for name in "ab"]
+    >>> [row.name for row in collapsed(lr)]
+    ['optimizer/param_groups/* (2 parameters)/lr']
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        parts = row.name.split("/")
+        plain = row.kind not in ("value", "only in A", "only in B") or "a tensor" in (row.a, row.b)
+        if len(parts) < 4 or parts[1] not in ("state", "param_groups") or plain:
+            groups[row.name, row.kind] = [row]
+        else:
+            parts[2] = "*"
+            groups.setdefault((*parts, row.kind, row.a, row.b), []).append(row)
+    made = []
+    for alike in groups.values():
+        first = alike[0]
+        parts = first.name.split("/")
+        name = "/".join([*parts[:2], f"* ({len(alike)} parameters)", *parts[3:]]) if len(alike) > 1 else first.name
+        made.append(Row(**{**vars(first), "name": name}))
+    return made
+
+
+def _differs(row: Row) -> str:
+    if row.kind.startswith("only"):
+        return row.kind
+    if row.kind == "values":
+        return f"{row.differing:,} of {row.elements:,} elements"
+    text = f"{row.a} in A, {row.b} in B"
+    if row.kind != "dtype":
+        return text
+    return f"{text}; {f'{row.differing:,}' if row.differing else 'none'} of {row.elements:,} values differ"
+
+
+def _largest(row: Row) -> str:
+    if row.largest is None:
+        return ""
+    return f"{row.largest:.3g}" if math.isfinite(row.largest) else "inf or nan"

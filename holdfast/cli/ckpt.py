@@ -1,0 +1,195 @@
+"""``holdfast ckpt``: look at checkpoints of any format, check, compare and convert them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.pieces import Catalogue
+
+app = typer.Typer(
+    help="Look at checkpoints of any format, check, compare and convert them. Exit code 4: a bad checkpoint.",
+    no_args_is_help=True,
+)
+Where = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run's folder: then its newest one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+All = Annotated[bool, typer.Option("--all", help="Show every row of long tables.")]
+Format = Annotated[str | None, typer.Option(metavar="NAME", help="Take it for this format, instead of looking.")]
+RulesFile = Annotated[
+    Path | None, typer.Option("--rules", help="A YAML file that describes a layout which cannot be derived.")
+]
+Sections = Annotated[
+    list[str] | None, typer.Option("--section", metavar="NAME", help="Only this part, such as model; may be repeated.")
+]
+
+
+def _open(path: Path, format: str | None = None, rules: Path | None = None) -> Catalogue:
+    from holdfast.checkpoint.formats import open_checkpoint
+    from holdfast.checkpoint.rules import Rules
+
+    return open_checkpoint(path, format=format, rules=None if rules is None else Rules.from_yaml(rules))
+
+
+def _shown(path: Path, catalogue: Catalogue) -> Path:
+    """The checkpoint that was meant: of a run's folder, its newest one."""
+    return catalogue.root if path.is_dir() else path
+
+
+def _print_json(outcome: Mapping[str, Any]) -> None:
+    print(json.dumps(outcome))
+
+
+@app.command()
+def ls(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run's folder, or any other.")] = Path(),
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints in a folder and below it, complete or not."""
+    from holdfast.checkpoint.listing import find
+    from holdfast.checkpoint.show import Screen, show_list
+
+    found = find(path)
+    show_list(Screen(aside=as_json, everything=everything), path, found)
+    if as_json:
+        _print_json({"path": str(path), "checkpoints": [one.to_json() for one in found]})
+
+
+@app.command()
+def inspect(
+    path: Where,
+    tensors: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Where each piece of these tensors lies, such as '*.bias'.")
+    ] = None,
+    rules: RulesFile = None,
+    format: Format = None,
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint holds: tensors, values, files and who wrote them. Reads no tensor."""
+    from holdfast.checkpoint.show import Screen
+    from holdfast.checkpoint.summary import matching, show, to_json
+
+    catalogue = _open(path, format, rules)
+    where = _shown(path, catalogue)
+    show(Screen(aside=as_json, everything=everything), catalogue, where, tensors)
+    if as_json:
+        _print_json(to_json(catalogue, where, matching(catalogue, tensors)))
+
+
+@app.command()
+def verify(
+    path: Where,
+    rules: RulesFile = None,
+    format: Format = None,
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """Check every byte of a checkpoint, and name everything that is damaged. Exit code 4 if anything is."""
+    from holdfast.checkpoint.progress import bar
+    from holdfast.checkpoint.show import Screen, show_verdict
+    from holdfast.checkpoint.verify import open_to_verify, work_of
+    from holdfast.checkpoint.verify import verify as check
+
+    catalogue = open_to_verify(path, lambda: _open(path, format, rules))
+    where = _shown(path, catalogue)
+    begin = time.monotonic()
+    with bar(f"checking {where}", work_of(catalogue)) as progress:
+        verdict = check(catalogue, progress=progress)
+    seconds = time.monotonic() - begin
+    show_verdict(Screen(aside=as_json, everything=everything), where, verdict, seconds=seconds)
+    if as_json:
+        _print_json({"path": str(where), "format": catalogue.format, "seconds": round(seconds, 3), **verdict.to_json()})
+    raise typer.Exit(0 if verdict.ok else 4)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Elements that differ by at most this are equal, under any dtype."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REGEX=REPLACEMENT", help="Change names of A before they are compared; may be repeated."),
+    ] = None,
+    section: Sections = None,
+    rules_a: Annotated[Path | None, typer.Option(help="Rules for A.")] = None,
+    rules_b: Annotated[Path | None, typer.Option(help="Rules for B.")] = None,
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints of any formats, tensor by tensor and value by value.
+
+    Sections that only one of them has are named, but are no difference unless asked for with --section.
+    Exit code 0: equal; 1: different; 4: a checkpoint cannot be read.
+    """
+    from holdfast.checkpoint.diff import Comparison, parse_rename
+    from holdfast.checkpoint.progress import bar
+    from holdfast.checkpoint.show import Screen, show_difference
+
+    renames = [parse_rename(text) for text in rename or ()]
+    left, right = _open(a, rules=rules_a), _open(b, rules=rules_b)
+    comparison = Comparison(left, right, sections=section or (), renames=renames, tolerance=tolerance)
+    with bar("comparing", comparison.bytes) as progress:
+        difference = comparison.run(progress=progress)
+    shown = _shown(a, left), _shown(b, right)
+    show_difference(Screen(aside=as_json, everything=everything), *shown, difference)
+    if as_json:
+        _print_json({"a": str(shown[0]), "b": str(shown[1]), **difference.to_json()})
+    raise typer.Exit(0 if difference.same else 1)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder; for torch, a new file.")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="holdfast, hf, dcp, torch or deepspeed-universal.")],
+    rules: RulesFile = None,
+    format: Format = None,
+    section: Sections = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="fp32|bf16|fp16", help="For the model's floating-point tensors; else all keep theirs."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DST, all of it, if it is a checkpoint.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint in another format, a few megabytes at a time."""
+    from holdfast.checkpoint import convert as work
+    from holdfast.checkpoint.facts import count
+    from holdfast.checkpoint.progress import bar
+    from holdfast.checkpoint.show import Screen, size_text
+
+    screen = Screen(aside=as_json)
+    catalogue = _open(source, format, rules)
+    where = _shown(source, catalogue)
+    catalogue = work.select(catalogue, section) if section else catalogue
+    catalogue = work.cast(catalogue, dtype) if dtype else catalogue
+    lost = work.left_behind(catalogue, to)
+    work.check_destination(destination, where, overwrite=overwrite)
+    for sentence in catalogue.details.get("left_out", ()):
+        screen.say(f"not read: {sentence}", style="yellow")
+    if lost:
+        screen.say(f"left out, as {to} cannot hold it: {', '.join(lost)}", style="yellow")
+    size = sum(entry.nbytes for entry in work.written(catalogue, to).values())
+    begin = time.monotonic()
+    with bar(f"writing {destination}", size) as progress:
+        work.convert(catalogue, destination, to, overwrite=overwrite, progress=progress)
+    seconds = time.monotonic() - begin
+    number = len(work.written(catalogue, to))
+    text = f"{destination}: {count(number, 'tensor')}, {size_text(size)}"
+    screen.say(f"{text}, from {catalogue.format} to {to} in {seconds:.1f} s", style="bold green")
+    if as_json:
+        outcome = {"source": str(where), "from": catalogue.format, "destination": str(destination), "to": to}
+        _print_json({**outcome, "tensors": number, "bytes": size, "left_out": lost, "seconds": round(seconds, 3)})
