@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.checkpoint.disk import THREADS, Progress, silent
+from holdfast.checkpoint.disk import Progress, silent
 from holdfast.checkpoint.pieces import Catalogue, Shape, flat_boxes
 from holdfast.checkpoint.read import Want, read
 
 BATCH = 16 << 20  # bytes of each side that are in memory at once
 PART = 1 << 18  # elements whose difference is computed at once, in double precision
-FEW = 100  # files that are open at once, by each thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +80,8 @@ def _read(catalogue: Catalogue, ranges: Sequence[tuple[str, int, int]], progress
         entry = catalogue.tensors[name]
         made.append(torch.empty(stop - start, dtype=entry.dtype))
         wants += flat_wants(name, entry.shape, start, made[-1])
-    read_few(catalogue, wants, progress=progress)
+    read(catalogue, wants, progress=progress)
     return made
-
-
-def read_few(
-    catalogue: Catalogue, wants: Sequence[Want], *, progress: Progress = silent, threads: int = THREADS
-) -> None:
-    """As ``read``, with few files open at a time: some formats have one for each tensor."""
-    for start in range(0, len(wants), FEW):
-        read(catalogue, wants[start : start + FEW], progress=progress, threads=threads)
 
 
 def flat_wants(name: str, shape: Shape, start: int, line: torch.Tensor) -> Iterator[Want]:

@@ -16,13 +16,13 @@ import torch
 
 from holdfast import codec
 from holdfast.checkpoint import index
-from holdfast.checkpoint.compare import flat_wants, read_few
+from holdfast.checkpoint.compare import flat_wants
 from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_folder, write_blocks
 from holdfast.checkpoint.facts import count, groups_of, refs
 from holdfast.checkpoint.formats import format_of, recognise
 from holdfast.checkpoint.formats.output import appearing
 from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece, Ref, Stored, name_of, row_major, whole
-from holdfast.checkpoint.read import Want
+from holdfast.checkpoint.read import Want, read
 from holdfast.checkpoint.write import Array, Image
 from holdfast.errors import CheckpointError, UsageError
 
@@ -215,7 +215,7 @@ def _image(catalogue: Catalogue, names: Sequence[str]) -> tuple[Image, Callable[
         wants: list[Want] = []
         local.wants = wants
         image.fill(start, stop, out)
-        read_few(catalogue, wants, threads=1)
+        read(catalogue, wants, threads=1)
         return out
 
     return image, fill

@@ -8,10 +8,11 @@ A buffer is used again and again: memory that a process has never touched costs 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from holdfast.errors import CheckpointError
 BLOCK = 4 << 20  # measured: smaller wastes calls, larger falls out of the processor's cache
 ALIGN = 4096  # what O_DIRECT asks of addresses, offsets and lengths, on all file systems we know of
 THREADS = 4  # keeps the disk's queue filled while one copies and one hashes
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]
@@ -121,19 +123,23 @@ def explained(path: Path, doing: str) -> Iterator[None]:
     except PermissionError as e:
         raise CheckpointError(f"no right to {doing} {path}", hint="check the folder's owner and mode") from e
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno in _FULL:
             raise CheckpointError(f"the disk is full: cannot {doing} {path}", hint="free some space") from e
         raise CheckpointError(f"cannot {doing} {path}: {e.strerror}") from e
 
 
 def open_direct(path: Path, flags: int) -> int:
-    """Opens past the page cache where the file system can; tmpfs and some network ones cannot."""
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o644)
+    """Opens past the page cache where the file system can."""
+    fd = os.open(path, flags, 0o644)
+    _pass_cache(fd)
+    return fd
+
+
+def _pass_cache(fd: int) -> None:
+    try:  # not with open: where it cannot, O_CREAT has made the file before O_DIRECT is refused
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        pass  # older tmpfs and some network file systems go through the cache
 
 
 def write_blocks(
@@ -144,17 +150,17 @@ def write_blocks(
     progress: Progress = silent,
     threads: int = THREADS,
 ) -> tuple[str, ...]:
-    """Writes a new file durably and returns its blocks' checksums.
+    """Writes a new file durably and returns its blocks' checksums; if that fails, there is no file.
 
     ``fill(start, stop, buffer)`` returns bytes [start, stop) of the file, in the buffer or in aligned memory
     of its own.
     """
     sums = [""] * len(blocks_of(size))
     with explained(path, "write"):
-        fd = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            if size:
-                os.posix_fallocate(fd, 0, round_up(size))  # a full disk is noticed here, not half-way
+            _reserve(fd, round_up(size))
+            _pass_cache(fd)
 
             def write(start: int) -> None:
                 stop = min(start + BLOCK, size)
@@ -168,9 +174,24 @@ def write_blocks(
             in_parallel(write, blocks_of(size), threads)
             os.ftruncate(fd, size)
             os.fsync(fd)
+        except BaseException:
+            discard([path])  # half a file is of no use, and on a full disk it is in the way
+            raise
         finally:
             os.close(fd)
     return tuple(sums)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Takes the room that a file will need: a full disk is noticed now, not half-way."""
+    while size:
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as e:
+            if e.errno not in _FULL or not _discarding:
+                raise
+            _discarding.pop().join()  # it may have made room
 
 
 def _write_all(fd: int, data: Bytes, offset: int) -> None:
@@ -196,6 +217,18 @@ def read_exactly(fd: int, buffer: Bytes, start: int, stop: int, path: Path) -> N
         done += got
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a small new file, durable when this returns (but for its name, see :func:`sync_folder`)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def sync_folder(path: Path) -> None:
     """Makes names in a folder durable: a file's own fsync does not."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -203,3 +236,31 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it that are missing, under durable names."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+_discarding: list[threading.Thread] = []
+
+
+def discard(paths: Iterable[Path]) -> None:
+    """Removes files that are of no use; what cannot be removed is litter for the next time."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass
+
+
+def discard_later(paths: Sequence[Path]) -> None:
+    """As :func:`discard`, in the background: to give back a gigabyte takes a third of the time of writing it."""
+    _discarding[:] = [thread for thread in _discarding if thread.is_alive()]
+    if paths:
+        _discarding.append(threading.Thread(target=discard, args=(paths,), name="discarding"))
+        _discarding[-1].start()

@@ -6,10 +6,10 @@ docs/checkpoint-format.md describes it byte by byte.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,15 +19,25 @@ import numpy as np
 import torch
 
 from holdfast import codec
-from holdfast.checkpoint.disk import BLOCK, blocks_of, checksum, explained, sync_folder
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Shape, Stored, row_major
-from holdfast.errors import CheckpointError, UsageError
+from holdfast.checkpoint.disk import (
+    BLOCK,
+    blocks_of,
+    checksum,
+    discard,
+    discard_later,
+    explained,
+    sync_folder,
+    write_durably,
+)
+from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Shape, Stored, row_major, whole
+from holdfast.checkpoint.write import DTYPES, PAIRS
+from holdfast.errors import CheckpointError
 
 NAME = "index.json"
 VERSION = 1
 _PREFIX = '{"xxh3":"%s","index":'
 _DATA = re.compile(r"data-[0-9a-f]{12}-\d+\.safetensors")
-_UNFINISHED = re.compile(r"\.index-[0-9a-f]{12}\.json")
+_UNFINISHED = re.compile(r"\.(index-[0-9a-f]{12}|report-[0-9a-f]{12}-\d+)\.(json|unfinished)")
 
 
 def new_id() -> str:
@@ -40,6 +50,11 @@ def data_name(save: str, rank: int) -> str:
     return f"data-{save}-{rank}.safetensors"
 
 
+def report_name(save: str, rank: int) -> str:
+    """The name of the file in which a worker of a run says what it has written."""
+    return f".report-{save}-{rank}.json"
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -49,12 +64,15 @@ def commit(catalogue: Catalogue, save: str) -> None:
     text = f"{_PREFIX % _checksum(body.encode())}{body}}}".encode()
     folder = catalogue.root
     unfinished = folder / f".index-{save}.json"
-    with explained(unfinished, "write"):
-        sync_folder(folder)  # the names of the data files, before anything refers to them
-        with unfinished.open("xb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+    try:
+        with explained(unfinished, "write"):
+            sync_folder(folder)  # the names of the data files, before anything refers to them
+            write_durably(unfinished, text)
+    except Exception:
+        # Not after the rename has been asked for: then they may be the only checkpoint there is.
+        discard([unfinished, *(folder / name for name in catalogue.files)])
+        raise
+    with explained(folder / NAME, "write"):
         os.replace(unfinished, folder / NAME)
         sync_folder(folder)
 
@@ -92,18 +110,25 @@ def _describe(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def clean(folder: Path, keep: Iterable[str] = ()) -> None:
-    """Removes what unfinished or replaced saves have left in a folder; nothing that is not ours.
+    """Removes what unfinished or replaced saves have left in a folder, in the background."""
+    discard_later(litter(folder, keep))
 
-    In the background: to give back a gigabyte takes a file system a third of the time of writing it.
-    """
-    kept = {NAME, *keep}
-    litter = [
-        path
-        for path in folder.iterdir()
-        if path.name not in kept and (_DATA.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name))
-    ]
-    if litter:
-        threading.Thread(target=lambda: [path.unlink(missing_ok=True) for path in litter]).start()
+
+def clean_before(folder: Path, save: str) -> None:
+    """Removes what killed saves have left, before a new one needs the room."""
+    try:
+        known = open(folder).files if exists(folder) else {}
+    except CheckpointError:
+        return  # what a damaged index refers to is not ours to throw away
+    discard_later([path for path in litter(folder, known) if save not in path.name])
+
+
+def litter(folder: Path, keep: Iterable[str] = ()) -> list[Path]:
+    """The files in a folder that are named as only a save names them, but for those to keep."""
+    with explained(folder, "read"):
+        found = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name)]
+    kept = {*keep}
+    return [path for path in found if path.name not in kept]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -111,24 +136,29 @@ def clean(folder: Path, keep: Iterable[str] = ()) -> None:
 
 def exists(folder: Path) -> bool:
     """Whether a checkpoint is in a folder; what is not committed does not count."""
-    return (folder / NAME).is_file()
+    with explained(folder, "read"):
+        return (folder / NAME).is_file()
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a checkpoint of ours."""
+    """Whether this is a checkpoint of ours; also one that has lost its index, or it would be taken for another's."""
     try:
+        if any(_DATA.fullmatch(name) for name in os.listdir(path)):
+            return True
         with (path / NAME).open("rb") as file:
-            return file.read(9) == b'{"xxh3":"'
+            return file.read(9) == _PREFIX[:9].encode()
     except OSError:
         return False
 
 
 def open(path: Path) -> Catalogue:
     """The catalogue of a checkpoint, after checking that its files are there and as long as they were."""
+    if not exists(path):
+        raise CheckpointError(f"{path} has no {NAME}", hint="a save that was not completed, or no checkpoint")
     index = _parse(path / NAME)
     try:
         catalogue = _catalogue(path, index)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, UsageError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
         raise CheckpointError(f"{path / NAME} is not a valid index: {e!r}") from e
     for name, file in catalogue.files.items():
         _check_file(path / name, file)
@@ -143,16 +173,22 @@ def _parse(path: Path) -> dict[str, Any]:
     expected = f"{_PREFIX % _checksum(body)}".encode()
     if text[:length] != expected or text[-1:] != b"}":
         raise CheckpointError(f"{path} is damaged", hint="restore it, or load an older checkpoint")
-    index: dict[str, Any] = json.loads(body)
-    if index.get("version") != VERSION or index.get("block") != BLOCK:
+    try:
+        index = json.loads(body)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    version = index.get("version") if isinstance(index, dict) else None
+    if version != VERSION:
         raise CheckpointError(
-            f"{path} has version {index.get('version')}, this holdfast reads version {VERSION}",
+            f"{path} has version {version}, this holdfast reads version {VERSION}",
             hint="use the holdfast that wrote it, or a newer one",
         )
     return index
 
 
 def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
+    if index["block"] != BLOCK:
+        raise ValueError(f"its blocks are {index['block']!r} bytes long, not {BLOCK}")
     names = [str(file["name"]) for file in index["files"]]
     for name in names:
         if not _DATA.fullmatch(name):
@@ -160,7 +196,9 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
     if len(set(names)) != len(names):
         raise ValueError("a data file is listed twice")
     files = {
-        file["name"]: File(bytes=file["bytes"], checksums=tuple(file["blocks"]), writer=file["writer"])
+        file["name"]: File(
+            bytes=_count(file["bytes"]), checksums=_texts(file["blocks"]), writer=str(file.get("writer", ""))
+        )
         for file in index["files"]
     }
     tensors = {name: _entry(name, item, names, files) for name, item in index["tensors"].items()}
@@ -168,33 +206,77 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
         format="holdfast",
         root=root,
         tensors=tensors,
-        tree=codec.decode(index["tree"], lambda name: Ref(name=name)),
+        tree=_dict(codec.decode(index["tree"], lambda name: _ref(name, tensors))),
         files=files,
-        tied=index["tied"],
-        frozen=tuple(index["frozen"]),
-        buffers=tuple(index["buffers"]),
-        details=index["details"],
+        tied=dict(zip(index["tied"], _texts(index["tied"].values()), strict=True)),
+        frozen=_texts(index["frozen"]),
+        buffers=_texts(index["buffers"]),
+        details=_dict(index["details"]),
     )
 
 
+def _count(value: Any) -> int:
+    """A number that says how many or how far. Python would take -1, True and 4.0 as well."""
+    if type(value) is not int or not 0 <= value < 1 << 60:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _counts(values: Iterable[Any]) -> Shape:
+    return tuple(map(_count, values))
+
+
+def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+    found = tuple(values)
+    if not all(isinstance(value, str) for value in found):
+        raise ValueError(f"{found!r} are not all names")
+    return found
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is no object")
+    return value
+
+
+def _ref(name: Any, tensors: Mapping[str, Entry]) -> Ref:
+    if name not in tensors:
+        raise ValueError(f"the tree has a tensor {name!r}, which is not among the tensors")
+    return Ref(name=name)
+
+
 def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[str, File]) -> Entry:
-    dtype, shape = codec.dtype_of(item["dtype"]), tuple(item["shape"])
+    dtype, shape = codec.dtype_of(item["dtype"]), _counts(item["shape"])
+    if dtype not in DTYPES and dtype not in PAIRS:
+        raise ValueError(f"{name} is {dtype}, which no data file can hold")
+    if math.prod(max(n, 1) for n in shape) >= 1 << 60:
+        raise ValueError(f"{name} has shape {shape}, which no memory can hold")
     pieces = []
+    left = [whole(shape)] if math.prod(shape) else []
     for number, position, offset, size in item["pieces"]:
-        box = Box(offset=tuple(offset), shape=tuple(size))
-        stored = Stored(file=names[number], offset=position, dtype=dtype, shape=box.shape, strides=row_major(box.shape))
-        _check_piece(name, shape, box, stored, files)
+        box = Box(offset=_counts(offset), shape=_counts(size))
+        stored = Stored(
+            file=names[_count(number)],
+            offset=_count(position),
+            dtype=dtype,
+            shape=box.shape,
+            strides=row_major(box.shape),
+        )
+        if stored.offset + stored.span > files[stored.file].bytes:
+            raise ValueError(f"a piece of {name} lies outside of {stored.file}")
         pieces.append(Piece(box=box, stored=stored))
-    entry = Entry(shape=shape, dtype=dtype, pieces=tuple(pieces))
-    if sum(piece.box.numel for piece in pieces) * dtype.itemsize != entry.nbytes:
-        raise ValueError(f"the pieces of {name} are not as many elements as it has")
-    return entry
+        left = _take_out(left, box, name)
+    if left:
+        raise ValueError(f"no piece holds {left[0]} of {name}")
+    return Entry(shape=shape, dtype=dtype, pieces=tuple(pieces))
 
 
-def _check_piece(name: str, shape: Shape, box: Box, stored: Stored, files: Mapping[str, File]) -> None:
-    inside = all(o >= 0 and n >= 0 and o + n <= m for o, n, m in zip(box.offset, box.shape, shape, strict=True))
-    if not inside or stored.offset < 0 or stored.offset + stored.span > files[stored.file].bytes:
-        raise ValueError(f"a piece of {name} lies outside of the tensor or of {stored.file}")
+def _take_out(left: list[Box], box: Box, name: str) -> list[Box]:
+    """What remains to be found of a tensor; a piece that holds anything else than what is missing is wrong."""
+    inside = [(one, one.intersect(box)) for one in left]
+    if sum(common.numel for _, common in inside if common) != box.numel:
+        raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
+    return [rest for one, common in inside for rest in ([one] if common is None else one.without(common))]
 
 
 def _check_file(path: Path, file: File) -> None:

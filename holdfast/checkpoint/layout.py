@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.pieces import Box, Shape, whole
 from holdfast.errors import UsageError
@@ -24,11 +25,15 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What this worker holds of a logical tensor: nothing, all, or some boxes of it."""
+    """What this worker holds of a logical tensor: nothing, all, or some boxes of it.
+
+    ``derived``: the tensor itself said so, and no rule has to.
+    """
 
     shape: Shape
     dtype: torch.dtype
     parts: tuple[Part, ...]
+    derived: bool = False
 
 
 def held_of(tensor: torch.Tensor, name: str) -> Held:
@@ -38,48 +43,77 @@ def held_of(tensor: torch.Tensor, name: str) -> Held:
     Box(offset=(0, 0), shape=(2, 3))
     """
     shape = tuple(tensor.shape)
+    if tensor.is_meta:
+        raise UsageError(f"{name} is on the meta device: it has no memory", hint="materialise it with to_empty()")
     if not isinstance(tensor, DTensor):
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise UsageError(f"{name} is a {tensor.layout} tensor", hint="only dense tensors can be saved")
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+            kind = tensor.layout if type(tensor) is torch.Tensor else type(tensor).__name__
+            raise UsageError(f"{name} is a {kind} tensor", hint="dense tensors and DTensors can be saved")
         return Held(shape=shape, dtype=tensor.dtype, parts=(Part(box=whole(shape), tensor=tensor.detach()),))
+    box = _box(tensor, name)
+    if box is None or not box.numel:
+        return Held(shape=shape, dtype=tensor.dtype, parts=(), derived=True)
     local = tensor.to_local().detach()
-    parts = [Part(box=box, tensor=local[inner.slices()]) for box, inner in _boxes(tensor, name) if box.numel]
-    return Held(shape=shape, dtype=tensor.dtype, parts=tuple(parts))
-
-
-def _boxes(tensor: DTensor, name: str) -> Iterator[tuple[Box, Box]]:
-    """Pairs of a box in the logical tensor and the same box in the local one."""
-    if tensor.device_mesh.get_coordinate() is None:
-        return
-    runs = [_runs(tensor, dim, name) for dim in range(tensor.ndim)]
-    for chosen in product(*runs):
-        shape = tuple(length for _, _, length in chosen)
-        yield (
-            Box(offset=tuple(start for start, _, _ in chosen), shape=shape),
-            Box(offset=tuple(inner for _, inner, _ in chosen), shape=shape),
+    if tuple(local.shape) != box.shape:
+        raise UsageError(
+            f"this worker has {tuple(local.shape)} of {name} {shape}, but {box.shape} by its placements "
+            f"{tensor.placements}",
+            hint="give DTensor.from_local the shape of the whole tensor",
         )
+    return Held(shape=shape, dtype=tensor.dtype, parts=(Part(box=box, tensor=local),), derived=True)
 
 
-def _runs(tensor: DTensor, dim: int, name: str) -> list[tuple[int, int, int]]:
-    """Consecutive indices of a dimension on this worker, as (first, first in the local tensor, how many).
+def _box(tensor: DTensor, name: str) -> Box | None:
+    """The part of a DTensor that is on this worker; None outside of its mesh."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UsageError(f"{name} is a sum that is not complete (Partial)", hint="redistribute it first")
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return None
+    offset, shape = [0] * tensor.ndim, list(tensor.shape)
+    for dim in range(tensor.ndim):
+        for axis in _axes(tensor, dim, name):
+            each = -(-shape[dim] // mesh.size(axis))  # torch's way: the first workers have the larger parts
+            start = min(each * place[axis], shape[dim])
+            offset[dim], shape[dim] = offset[dim] + start, min(each, shape[dim] - start)
+    return Box(offset=tuple(offset), shape=tuple(shape))
 
-    Splitting the indices as torch splits the tensor is right for any nesting of shards; where tensor
-    parallelism comes before FSDP, a worker may hold several runs.
+
+def _axes(tensor: DTensor, dim: int, name: str) -> Sequence[int]:
+    """The axes of the mesh that cut a dimension, in the order in which they do."""
+    known = tensor._spec.shard_order
+    strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+    if known is not None and not strided:
+        return next((entry.mesh_dims for entry in known if entry.tensor_dim == dim), ())
+    order = order_of_cuts(tensor.placements, tensor.device_mesh.shape, dim)
+    if order is None:
+        raise UsageError(
+            f"{name} is laid out as {tensor.placements}, which is no order of cuts", hint="redistribute it first"
+        )
+    return order
+
+
+def order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int) -> list[int] | None:
+    """The order in which a mesh's axes cut a dimension; None if no order gives these placements.
+
+    FSDP over tensor parallelism cuts what the later axis has already cut. A ``_StridedShard`` says so by its
+    split factor: the product of the sizes of the axes that came before it.
+
+    >>> order_of_cuts([_StridedShard(0, split_factor=2), Shard(0)], (3, 2), dim=0)
+    [1, 0]
     """
-    indices = torch.arange(tensor.shape[dim])
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_partial():
-            raise UsageError(f"{name} is a sum that is not complete (Partial)", hint="redistribute it first")
-        if not isinstance(placement, Shard | _StridedShard) or placement.dim % tensor.ndim != dim:
+    order: list[int] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if not isinstance(placement, Shard | _StridedShard) or placement.dim != dim:
             continue
-        one = (
-            _StridedShard(0, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(0)
-        )
-        split, _ = one._split_tensor(indices, tensor.device_mesh.size(axis), with_padding=False, contiguous=False)
-        indices = split[tensor.device_mesh.get_local_rank(axis)]
-    if not len(indices):
-        return [(0, 0, 0)]
-    breaks = (torch.nonzero(indices[1:] != indices[:-1] + 1).flatten() + 1).tolist()
-    starts = [0, *breaks]
-    ends = [*breaks, len(indices)]
-    return [(int(indices[a]), a, b - a) for a, b in zip(starts, ends, strict=True)]
+        factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        position, product = 0, 1
+        while product != factor and position < len(order):
+            product *= sizes[order[position]]
+            position += 1
+        if product != factor:
+            return None
+        order.insert(position, axis)
+    return order

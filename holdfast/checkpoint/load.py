@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast import codec
 from holdfast.checkpoint.formats import open_checkpoint
-from holdfast.checkpoint.layout import held_of
+from holdfast.checkpoint.layout import Held, held_of
 from holdfast.checkpoint.merge import is_optimizer
-from holdfast.checkpoint.objects import NUMPY, memory_of, parameter_names, tensors_of, unwrap
+from holdfast.checkpoint.objects import NUMPY, clean, describe, memory_of, parameter_names, tensors_of, unwrap
 from holdfast.checkpoint.pieces import Catalogue, Ref, name_of, whole
 from holdfast.checkpoint.progress import bar
+from holdfast.checkpoint.ranks import Alone, Ranks, current, together
 from holdfast.checkpoint.read import Want, find, read
+from holdfast.checkpoint.ruled import Local, Plain, locals_of
+from holdfast.checkpoint.rules import Rules, parameter_of
 from holdfast.checkpoint.slots import fill_optimizer
+from holdfast.checkpoint.write import bytes_of
 from holdfast.errors import CheckpointError
 
 Path_ = tuple[Any, ...]
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Catalogue,
     into: dict[str, Any],
     *,
     strict: bool = True,
     cast: bool = False,
+    group: dist.ProcessGroup | None = None,
+    ranks: Ranks | None = None,
+    rules: Rules | None = None,
+    place: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Fills modules, optimizers and tensors in place, sets values, and returns ``into``.
 
-    ``path`` is a checkpoint of any format that can be read; each rank reads only what it holds. Names in
-    ``into`` that the checkpoint lacks are an error, and so, unless ``strict=False``, are names that only the
-    checkpoint has (but whole sections may be left out). A tensor of another dtype is refused unless
-    ``cast=True``. Everything is checked before the first byte is changed, except the data itself: after an
-    error that says a file is damaged, what was to be filled must not be used.
+    ``path`` is a checkpoint of any format that can be read, or what ``open_checkpoint`` gave. As with
+    :func:`save`, every rank of the process group calls it, each reads only what it holds, and ``rules`` and
+    ``place`` say what plain tensors in ``into`` are parts of. Names in ``into`` that the checkpoint lacks are
+    an error, and so, unless ``strict=False``, are names of the checkpoint that no rank takes (but whole
+    sections may be left out). A tensor of another dtype is refused unless ``cast=True``. Everything is checked
+    before the first byte is changed, except the data itself: after an error that says a file is damaged, or
+    that tied tensors differ in it, what was to be filled must not be used.
 
     >>> import tempfile
     >>> from holdfast.checkpoint import save
@@ -45,37 +59,79 @@ def load(
     >>> load(folder, {"model": nn.Linear(2, 1), "step": 0})["step"]
     7
     """
-    return fill(open_checkpoint(path), into, strict=strict, cast=cast)
+    ranks = ranks or current(group)
+    opened = together(ranks, "load", lambda: path if isinstance(path, Catalogue) else open_checkpoint(path))
+    layout = {} if rules is None else _layout(into, rules, place or {}, ranks)
+    return fill(opened, into, strict=strict, cast=cast, ranks=ranks, layout=layout)
 
 
-def fill(catalogue: Catalogue, into: dict[str, Any], *, strict: bool = True, cast: bool = False) -> dict[str, Any]:
-    """As :func:`load`, from a catalogue that is already open."""
-    filler = Filler(catalogue, parameter_names(into), strict=strict, cast=cast)
-    for key, target in into.items():
-        if key not in catalogue.tree:
-            raise CheckpointError(
-                f"{catalogue.root} has no {key!r}", hint=f"it has {', '.join(map(repr, catalogue.tree)) or 'nothing'}"
-            )
-        into[key] = filler.fill(target, catalogue.tree[key], (key,))
-    with torch.no_grad(), bar(f"loading {catalogue.root}", sum(want.out.nbytes for want in filler.wants)) as progress:
-        read(catalogue, filler.wants, progress=progress)
-    for finish in filler.later:
-        finish()
-    for key, node in into.items():
-        into[key] = _as_numpy(node)
+def _layout(into: dict[str, Any], rules: Rules, place: Mapping[str, int], ranks: Ranks) -> dict[str, Local]:
+    """What the plain tensors of ``into`` are parts of. Slots are not there yet: they go by their parameters."""
+    models = {key: target for key, target in into.items() if not isinstance(target, Optimizer)}
+    held = together(ranks, "load", lambda: describe(models).held)
+    mine = {name: (codec.dtype_name(one.dtype), one.shape) for name, one in held.items() if not one.derived}
+    said = [json.loads(text) for text in ranks.exchange(json.dumps([mine, place]).encode())]
+    plain = [
+        {name: Plain(shape=tuple(shape), dtype=codec.dtype_of(dtype)) for name, (dtype, shape) in tensors.items()}
+        for tensors, _ in said
+    ]
+    lenient = Rules((), base=rules)  # a rule for slots alone matches nothing here
+    return locals_of(plain, [place for _, place in said], lenient)[ranks.rank]
+
+
+def fill(
+    catalogue: Catalogue,
+    into: dict[str, Any],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    ranks: Ranks | None = None,
+    layout: Mapping[str, Local] | None = None,
+) -> dict[str, Any]:
+    """As :func:`load`, from a catalogue that is already open; without ``ranks``, by this worker alone."""
+    ranks = ranks or Alone()
+    filler = Filler(catalogue, cast=cast, layout=layout or {})
+    together(ranks, "load", lambda: filler.plan(into))
+    if strict:
+        filler.refuse_unexpected([json.loads(text) for text in ranks.exchange(json.dumps(filler.left).encode())])
+    together(ranks, "load", filler.carry_out)
     return into
 
 
 class Filler:
     """Collects what has to be read where, and what is left to do when it has been."""
 
-    def __init__(self, catalogue: Catalogue, names: Mapping[int, str], *, strict: bool, cast: bool) -> None:
+    def __init__(self, catalogue: Catalogue, *, cast: bool, layout: Mapping[str, Local]) -> None:
         self.catalogue = catalogue
-        self.names = names
-        self.strict = strict
         self.cast = cast
+        self.layout = layout
+        self.names: Mapping[int, Sequence[str]] = {}
         self.wants: list[Want] = []
-        self.later: list[Callable[[], None]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        self.later: list[Callable[[], Any]] = []
+        self.left: dict[str, list[str]] = {}  # what each section of the checkpoint has and nothing here takes
+
+    def plan(self, into: dict[str, Any]) -> None:
+        """Checks everything, changes nothing."""
+        self.names = parameter_names(into)
+        for key, target in into.items():
+            if key not in self.catalogue.tree:
+                found = ", ".join(map(repr, self.catalogue.tree)) or "nothing"
+                raise CheckpointError(f"{self.catalogue.root} has no {key!r}", hint=f"it has {found}")
+            self._set(into, key, self.fill(target, self.catalogue.tree[key], (key,)))
+
+    def carry_out(self) -> None:
+        total = sum(want.out.nbytes for want in self.wants)
+        with torch.no_grad(), bar(f"loading {self.catalogue.root}", total) as progress:
+            read(self.catalogue, self.wants, progress=progress)
+        for target, copy, name in self.copies:
+            if not np.array_equal(bytes_of(target), bytes_of(copy)):
+                raise CheckpointError(
+                    f"{self.catalogue.root}: {name} differs from the tensor that it is tied to here",
+                    hint="do not tie them, or save them tied",
+                )
+        for finish in self.later:
+            finish()
 
     def fill(self, target: Any, node: Any, path: Path_) -> Any:
         if isinstance(target, nn.Module):
@@ -91,9 +147,11 @@ class Filler:
             return target
         if isinstance(target, dict) and target and isinstance(node, dict):
             return self._dict(target, node, path)
+        if isinstance(target, list | tuple) and any(map(_is_filled, target)):
+            return self._list(target, node, path)
         if hasattr(target, "load_state_dict"):
             value = self.value(node)
-            self.later.append(lambda: target.load_state_dict(_as_numpy(value)))
+            self.later.append(lambda: target.load_state_dict(value))
             return target
         return self.value(node)
 
@@ -101,10 +159,12 @@ class Filler:
         """What was saved, tensors in memory of their own."""
         if isinstance(node, Ref):
             entry = find(self.catalogue, node.name)
-            out = torch.empty(entry.shape, dtype=entry.dtype)
+            out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             self.wants.append(Want(name=node.name, box=whole(entry.shape), out=out))
             return out
         if isinstance(node, dict):
+            if node.keys() == {NUMPY}:
+                return self.value(node[NUMPY]).numpy()  # the same memory: it will be filled
             return {key: self.value(item) for key, item in node.items()}
         if isinstance(node, list | tuple):
             return type(node)(self.value(item) for item in node)
@@ -112,72 +172,106 @@ class Filler:
 
     def tensor(self, target: torch.Tensor, node: Any, path: Path_) -> None:
         """Wants the boxes that this worker holds of the target."""
+        name, held = self._fitting(target, node, path)
+        self.wants += [Want(name=name, box=part.box, out=part.tensor) for part in held.parts]
+
+    def copy(self, target: torch.Tensor, node: Any, path: Path_) -> None:
+        """Demands that another tensor has the same bytes as the one that is filled: they are one here."""
+        name, held = self._fitting(target, node, path)
+        for part in held.parts:
+            read = torch.empty_like(part.tensor)
+            self.wants.append(Want(name=name, box=part.box, out=read))
+            self.copies.append((part.tensor, read, name))
+
+    def _fitting(self, target: torch.Tensor, node: Any, path: Path_) -> tuple[str, Held]:
         name, root = name_of(path), self.catalogue.root
         if not isinstance(node, Ref):
             raise CheckpointError(f"{root}: {name} is not a tensor in the checkpoint, but {node!r}")
         entry = find(self.catalogue, node.name)
-        held = held_of(target, name)
+        local = self.local(path)
+        held = local.held(target) if local and local.own == tuple(target.shape) else held_of(target, name)
         if held.shape != entry.shape:
             raise CheckpointError(f"{root}: {name} has shape {entry.shape}, not {held.shape}")
         if held.dtype != entry.dtype and not self.cast:
             raise CheckpointError(
                 f"{root}: {name} is {entry.dtype}, not {held.dtype}", hint="cast=True converts, and may lose bits"
             )
-        self.wants += [Want(name=node.name, box=part.box, out=part.tensor) for part in held.parts]
+        return node.name, held
+
+    def local(self, path: Path_) -> Local | None:
+        """What a rule says of a tensor; an optimizer's slot goes by its parameter."""
+        name = name_of(path)
+        return self.layout.get(name) or self.layout.get(parameter_of(name) or "")
+
+    def _set(self, target: Any, key: Any, value: Any) -> None:
+        self.later.append(lambda: target.__setitem__(key, value))
 
     def _dict(self, target: dict[Any, Any], node: dict[Any, Any], path: Path_) -> dict[Any, Any]:
         self.refuse_missing([key for key in target if key not in node], path)
-        self.refuse_unexpected([key for key in node if key not in target], path)
-        for key in target:
-            target[key] = self.fill(target[key], node[key], (*path, key))
+        self.leave([key for key in node if key not in target], path)
+        for key, item in target.items():
+            self._set(target, key, self.fill(item, node[key], (*path, key)))
         return target
+
+    def _list(self, target: Any, node: Any, path: Path_) -> Any:
+        if not isinstance(node, list | tuple) or len(node) != len(target):
+            raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a list of {len(target)}")
+        return type(target)([self.fill(t, n, (*path, i)) for i, (t, n) in enumerate(zip(target, node, strict=True))])
 
     def _module(self, module: nn.Module, node: Any, path: Path_) -> None:
         if not isinstance(node, dict):
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a module's state")
-        targets = tensors_of(module)
-        known = {memory_of(t) for name, t in targets.items() if name in node and isinstance(t, torch.Tensor)} - {None}
+        targets, inner = tensors_of(module), unwrap(module)
+        own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        memory = {name: memory_of(target) for name, target in targets.items() if id(target) in own}
+        known = {memory[name] for name in memory if name in node} - {None}
         # A second name of a tied weight need not be there: its first one fills it.
-        tied = {n for n, t in targets.items() if isinstance(t, torch.Tensor) and memory_of(t) in known}
-        self.refuse_missing([name for name in targets if name not in node and name not in tied], path)
-        extra = [name for name in node if name not in targets and name not in self.catalogue.tied]
-        self.refuse_unexpected(extra, path)
-        filled: set[Any] = set()
+        self.refuse_missing([name for name in targets if name not in node and memory.get(name) not in known], path)
+        self.leave([name for name in node if name not in targets and name not in self.catalogue.tied], path)
+        filled: dict[Any, Ref] = {}
         for name in (name for name in targets if name in node):
-            target = targets[name]
-            if not isinstance(target, torch.Tensor):
-                self._extra_state(module, name, node[name])
-            elif memory_of(target) is None or memory_of(target) not in filled:
-                filled.add(memory_of(target))
-                self.tensor(target, node[name], (*path, name))
+            if name not in memory:
+                self._through(inner, name, node[name])
+            elif memory[name] is None or memory[name] not in filled:
+                self.tensor(targets[name], node[name], (*path, name))
+                filled[memory[name]] = node[name]
+            elif node[name] != filled[memory[name]]:
+                self.copy(targets[name], node[name], (*path, name))
 
-    def _extra_state(self, module: nn.Module, name: str, node: Any) -> None:
+    def _through(self, module: nn.Module, name: str, node: Any) -> None:
+        """Extra state, and what a module's hooks make up for its state_dict, only the module can take."""
         value = self.value(node)
-        self.later.append(lambda: unwrap(module).load_state_dict({name: _as_numpy(value)}, strict=False) and None)
+        raw = next(key for key in module.state_dict() if clean(key) == name)
+        self.later.append(lambda: module.load_state_dict({raw: value}, strict=False))
 
     def refuse_missing(self, names: list[Any], path: Path_) -> None:
         if names:
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} has no {_some(names)}")
 
-    def refuse_unexpected(self, names: list[Any], path: Path_) -> None:
-        if names and self.strict:
-            raise CheckpointError(
-                f"{self.catalogue.root}: {name_of(path)} has {_some(names)}, which nothing here takes",
-                hint="strict=False leaves it out",
-            )
+    def leave(self, names: list[Any], path: Path_) -> None:
+        """Remembers what this worker does not take; another one, with another stage, may."""
+        self.left[name_of(path)] = list(map(str, names))
+
+    def refuse_unexpected(self, everybody: Sequence[Mapping[str, list[str]]]) -> None:
+        """Pure, and everybody has the same texts: all come to the same error."""
+        for section in dict.fromkeys(section for left in everybody for section in left):
+            first, *others = [left[section] for left in everybody if section in left]
+            if names := [name for name in first if all(name in other for other in others)]:
+                raise CheckpointError(
+                    f"{self.catalogue.root}: {section} has {_some(names)}, which nothing here takes",
+                    hint="strict=False leaves it out",
+                )
+
+
+def _is_filled(target: Any) -> bool:
+    """Whether a target is filled in place, rather than replaced by what was saved."""
+    if isinstance(target, dict):
+        return any(map(_is_filled, target.values()))
+    if isinstance(target, list | tuple):
+        return any(map(_is_filled, target))
+    return isinstance(target, torch.Tensor) or hasattr(target, "load_state_dict")
 
 
 def _some(names: list[Any]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(str, names[:3])) + more
-
-
-def _as_numpy(node: Any) -> Any:
-    """Puts numpy arrays back where they were."""
-    if isinstance(node, dict):
-        if node.keys() == {NUMPY}:
-            return node[NUMPY].numpy()
-        return {key: _as_numpy(item) for key, item in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(_as_numpy(item) for item in node)
-    return node

@@ -38,6 +38,8 @@ def _both(a: Any, b: Any, path: tuple[Any, ...], rank: int) -> Any:
             key: _both(a[key], b[key], (*path, key), rank) if key in a and key in b else a.get(key, b.get(key))
             for key in dict.fromkeys([*a, *b])
         }
+    if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
+        return type(a)(_both(x, y, (*path, i), rank) for i, (x, y) in enumerate(zip(a, b, strict=True)))
     if not _same(a, b):
         raise UsageError(
             f"workers disagree on {name_of(path)}: {a!r} on worker 0, {b!r} on worker {rank}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.disk import checksum
 from holdfast.checkpoint.layout import Held, held_of
 from holdfast.checkpoint.pieces import Ref, name_of
+from holdfast.checkpoint.write import bytes_of
 from holdfast.errors import UsageError
 
 NUMPY = "__numpy__"  # marks a tensor that was, and will be, a numpy array
@@ -30,6 +32,8 @@ class Described:
     tied: dict[str, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
+    leading: set[str] = field(default_factory=set)  # tensors of which the first worker's count
+    doubtful: set[str] = field(default_factory=set)  # tensors that look like copies, but may be a worker's own
 
 
 def describe(tree: Mapping[str, Any]) -> Described:
@@ -45,29 +49,36 @@ def describe(tree: Mapping[str, Any]) -> Described:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and the like."""
-    while isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        module = module.module
-    return module
+    """The module inside DistributedDataParallel, torch.compile and the like."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            module = inner
+        else:
+            return module
 
 
 def tensors_of(module: nn.Module) -> dict[str, Any]:
     """A module's parameters and buffers (and extra state) by the names they have without wrappers."""
-    return {_clean(name): value for name, value in unwrap(module).state_dict(keep_vars=True).items()}
+    return {clean(name): value for name, value in unwrap(module).state_dict(keep_vars=True).items()}
 
 
-def _clean(name: str) -> str:
+def clean(name: str) -> str:
+    """A name without what wrappers put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def parameter_names(tree: Any) -> dict[int, str]:
-    """The names of all parameters of the modules in a tree, by the parameters' ids."""
-    names: dict[int, str] = {}
+def parameter_names(tree: Any) -> dict[int, list[str]]:
+    """The names of all parameters of the modules in a tree, by the parameters' ids; a tied one has several."""
+    names: dict[int, list[str]] = {}
     for module in _modules(tree):
-        for name, p in unwrap(module).named_parameters():
-            names.setdefault(id(p), _clean(name))
+        # The state_dict first: until then FSDP2 may have other parameters in the module than the optimizer has.
+        for name, value in (*tensors_of(module).items(), *unwrap(module).named_parameters(remove_duplicate=False)):
+            if isinstance(value, nn.Parameter) and clean(name) not in names.setdefault(id(value), []):
+                names[id(value)].append(clean(name))
     return names
 
 
@@ -82,7 +93,7 @@ def _modules(tree: Any) -> Iterator[nn.Module]:
             yield from _modules(value)
 
 
-def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str | int]]:
+def names_in(optimizer: Optimizer, names: Mapping[int, Sequence[str]]) -> list[list[str | int]]:
     """What each group's parameters are called: by their module, by themselves, or by number as torch does."""
     keys: list[list[str | int]] = []
     number = 0
@@ -90,7 +101,7 @@ def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str | 
         own = group.get("param_names")
         keys.append([])
         for position, p in enumerate(group["params"]):
-            keys[-1].append(names.get(id(p), own[position] if own else number))
+            keys[-1].append(names[id(p)][0] if id(p) in names else own[position] if own else number)
             number += 1
     used = [key for group in keys for key in group]
     nameless = any(isinstance(key, int) for key in used)
@@ -116,10 +127,12 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 class _Walker:
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, Sequence[str]]) -> None:
         self.names = names
         self.out = Described()
         self._seen: dict[tuple[Any, ...], tuple[str, Any]] = {}  # also keeps what is seen alive
+        # An optimizer may keep what belongs to its shard of a parameter in tensors that do not say so.
+        self._of_shard = False
 
     def walk(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, nn.Module):
@@ -129,7 +142,7 @@ class _Walker:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
-            return {NUMPY: self._tensor(torch.from_numpy(np.ascontiguousarray(value)), path)}
+            return {NUMPY: self._tensor(_from_numpy(value, name_of(path)), path)}
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, Mapping):
@@ -154,6 +167,8 @@ class _Walker:
         if name in self.out.held:
             raise UsageError(f"two tensors are named {name}", hint="keys that read the same are one name")
         self.out.held[name] = held_of(tensor, name)
+        if self._of_shard:
+            self.out.doubtful.add(name)
         if memory is not None:
             self._seen[memory] = (name, tensor)
         return Ref(name=name)
@@ -171,6 +186,7 @@ class _Walker:
                     self.out.frozen.append(name)
             elif isinstance(value, torch.Tensor):
                 self.out.buffers.append(name)
+                self.out.leading.add(name_of((*path, name)))
         return section
 
     def _optimizer(self, optimizer: Optimizer, path: tuple[Any, ...]) -> dict[str, Any]:
@@ -179,8 +195,29 @@ class _Walker:
         for group, called in zip(optimizer.param_groups, keys, strict=True):
             for p, key in zip(group["params"], called, strict=True):
                 if p in optimizer.state:
+                    self._of_shard = isinstance(p, DTensor)
                     state[key] = self.walk(optimizer.state[p], (*path, "state", key))
+                    self._of_shard = False
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            where = (*path, "param_groups", called[0] if called else "none")
-            groups.append({"params": called, **self.walk(hyper, where)})
+            groups.append({"params": called, **self._settings(hyper, (*path, "param_groups"))})
         return {"state": state, "param_groups": groups}
+
+    def _settings(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """Tensors among a group's settings are named by their content: equal ones are one, on all workers."""
+        if isinstance(value, dict):
+            return {key: self._settings(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._settings(item, path) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return self.walk(value, path)
+        content = np.concatenate([bytes_of(value), np.frombuffer(f"{value.dtype}{value.shape}".encode(), np.uint8)])
+        name = name_of((*path, checksum(content)))
+        self.out.held.setdefault(name, held_of(value, name))
+        return Ref(name=name)
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    except TypeError as e:
+        raise UsageError(f"{name} is a numpy array of {array.dtype}", hint="arrays of numbers can be saved") from e

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from holdfast.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -46,13 +51,20 @@ class Distributed:
         self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
     def exchange(self, text: bytes) -> list[bytes]:
-        lengths = torch.zeros(self.size, dtype=torch.int64)
+        try:
+            return self._exchange(text)
+        except RuntimeError as e:  # what Gloo says when a connection breaks, or nobody speaks for long
+            raise CheckpointError(f"a rank was lost or does not answer: {e}") from e
+
+    def _exchange(self, text: bytes) -> list[bytes]:
+        lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(text)
         dist.all_reduce(lengths, group=self._group)
         longest = int(lengths.max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        all_texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        if not longest:
+            return [b""] * self.size
+        mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        all_texts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(all_texts, mine, group=self._group)
         return [theirs[: int(n)].numpy().tobytes() for theirs, n in zip(all_texts, lengths, strict=True)]
 
@@ -70,3 +82,23 @@ def current(group: dist.ProcessGroup | None = None) -> Ranks:
     if id(chosen) not in _known or _known[id(chosen)][0] is not chosen:
         _known[id(chosen)] = (chosen, Distributed(group))
     return _known[id(chosen)][1]
+
+
+def together(ranks: Ranks, doing: str, work: Callable[[], T]) -> T:
+    """Does the work here; if it fails anywhere, it fails everywhere, and nobody waits for the others.
+
+    >>> together(Alone(), "count", lambda: 1 + 1)
+    2
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as e:
+        error = e
+    said = ranks.exchange(b"" if error is None else (str(error) or repr(error)).encode())
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text:
+            raise CheckpointError(f"rank {rank} could not {doing}: {text.decode()}")
+    return result

@@ -6,10 +6,8 @@ bounded memory: each takes a span of a file, checks it, and copies out of it wha
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,23 +15,18 @@ import torch
 
 from holdfast.checkpoint.disk import (
     BLOCK,
-    BUFFERS,
     THREADS,
     Bytes,
     Progress,
-    checksum,
-    explained,
-    in_parallel,
-    open_direct,
-    read_exactly,
     round_up,
     silent,
 )
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Stored, flat_boxes, whole
+from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Stored, flat_boxes, whole
+from holdfast.checkpoint.transfer import Span, Transfer, carry_out
 from holdfast.errors import CheckpointError
 
 SPAN = 2 * BLOCK  # a strided part is cut until it spans no more
-CHUNK = 16 * BLOCK  # what is cast, averaged or sent to a device goes through memory of this size
+CHUNK = 16 * BLOCK  # what is cast, averaged or sent to a device goes through memory of this size, at most twice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +50,8 @@ def read_tensor(catalogue: Catalogue, name: str, box: Box | None = None) -> torc
 def read_range(catalogue: Catalogue, name: str, start: int, stop: int, out: Bytes) -> None:
     """Elements [start, stop) of the flattened tensor, as bytes; on this thread alone, for streaming."""
     entry = find(catalogue, name)
+    if start >= stop:
+        return  # torch cannot view nothing as something else
     line = torch.from_numpy(out).view(entry.dtype)
     wants, done = [], 0
     for box in flat_boxes(entry.shape, start, stop):
@@ -77,12 +72,16 @@ def read(catalogue: Catalogue, wants: Sequence[Want], *, progress: Progress = si
     plain: list[Want] = []
     others: list[Want] = []
     for want in wants:
+        assert tuple(want.out.shape) == want.box.shape, f"{want.name}: {tuple(want.out.shape)} cannot take {want.box}"
         entry = find(catalogue, want.name)
         direct = want.out.device.type == "cpu" and not entry.mean and _as_stored(entry, want)
         (plain if direct else others).append(want)
-    _carry_out(catalogue, plan(catalogue, plain), progress, threads)
+    spans = plan(catalogue, plain)
+    for want in others:  # refuses a gap before anything is changed
+        _sources(catalogue, want.name, want.box, catalogue.tensors[want.name].pieces)
+    carry_out(catalogue, spans, progress, threads)
     for want in others:
-        for part in _chunks(want.box, want.out.element_size()):
+        for part in _chunks(want.box, _itemsize(catalogue.tensors[want.name], want)):
             target = want.out[part.relative_to(want.box).slices()]
             target.copy_(_read_indirect(catalogue, want.name, part, threads))
             progress(target.nbytes)
@@ -92,23 +91,32 @@ def _as_stored(entry: Entry, want: Want) -> bool:
     return all(piece.stored.dtype == want.out.dtype for piece in entry.pieces)
 
 
+def _itemsize(entry: Entry, want: Want) -> int:
+    return max(want.out.element_size(), entry.dtype.itemsize, *(p.stored.dtype.itemsize for p in entry.pieces), 8)
+
+
 def _read_indirect(catalogue: Catalogue, name: str, box: Box, threads: int) -> torch.Tensor:
     """What has to be cast or averaged first: each piece in its own dtype, in memory of its own."""
     entry = catalogue.tensors[name]
-    total = torch.zeros(box.shape, dtype=torch.float64) if entry.mean else torch.empty(box.shape, dtype=entry.dtype)
-    left = [box]
-    for piece in entry.pieces:
-        common = box.intersect(piece.box)
-        if common is None:
-            continue
-        part = torch.empty(common.shape, dtype=piece.stored.dtype)
+
+    def part(piece: Piece, common: Box) -> torch.Tensor:
+        out = torch.empty(common.shape, dtype=piece.stored.dtype)
         source = piece.stored.part(common.relative_to(piece.box))
-        _carry_out(catalogue, _spans([*_transfers(source, part, name)], catalogue), silent, threads)
-        place = total[common.relative_to(box).slices()]
-        place.add_(part) if entry.mean else place.copy_(part)
-        left = [rest for one in left for rest in _minus(one, common)]
-    _refuse_gaps(catalogue, name, left)
-    return (total / len(entry.pieces)).to(entry.dtype) if entry.mean else total
+        carry_out(catalogue, _spans([*_transfers(source, out, name)], catalogue), silent, threads)
+        return out
+
+    sources = _sources(catalogue, name, box, entry.pieces)
+    if not entry.mean:
+        values = torch.empty(box.shape, dtype=entry.dtype)
+        for piece, common in sources:
+            values[common.relative_to(box).slices()] = part(piece, common)
+        return values
+    total = torch.zeros(box.shape, dtype=torch.float64)
+    for piece in entry.pieces:
+        for _, all_of_it in _sources(catalogue, name, box, [piece]):  # a mean needs every value of every piece
+            total += part(piece, all_of_it)
+    total /= len(entry.pieces)
+    return total.to(entry.dtype)
 
 
 def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
@@ -125,56 +133,37 @@ def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """An array in a file, and the memory of the same shape that takes it; both seen as plain numbers."""
-
-    stored: Stored
-    target: np.ndarray[Any, Any]
-    name: str
-
-
-@dataclass(kw_only=True)
-class Span:
-    """Bytes [start, stop) of a file that are read at once, and what is copied out of them."""
-
-    file: str
-    start: int
-    stop: int
-    transfers: list[Transfer] = field(default_factory=list)
-
-
 def plan(catalogue: Catalogue, wants: Sequence[Want]) -> list[Span]:
-    """Which bytes of which files go where. Where several pieces hold the same elements, the first is taken."""
+    """Which bytes of which files go where."""
     transfers: list[Transfer] = []
     for want in wants:
-        left = [want.box] if want.box.numel else []
-        for piece in catalogue.tensors[want.name].pieces:
-            if not left:
-                break
-            rest = []
-            for one in left:
-                common = one.intersect(piece.box)
-                if common is None:
-                    rest.append(one)
-                    continue
-                target = want.out[common.relative_to(want.box).slices()]
-                transfers += _transfers(piece.stored.part(common.relative_to(piece.box)), target, want.name)
-                rest += one.without(common)
-            left = rest
-        _refuse_gaps(catalogue, want.name, left)
+        for piece, common in _sources(catalogue, want.name, want.box, catalogue.tensors[want.name].pieces):
+            target = want.out[common.relative_to(want.box).slices()]
+            transfers += _transfers(piece.stored.part(common.relative_to(piece.box)), target, want.name)
     return _spans(transfers, catalogue)
 
 
-def _minus(box: Box, hole: Box) -> list[Box]:
-    common = box.intersect(hole)
-    return [box] if common is None else box.without(common)
+def _sources(catalogue: Catalogue, name: str, box: Box, pieces: Sequence[Piece]) -> list[tuple[Piece, Box]]:
+    """Which piece gives which part of a box; of pieces that hold the same elements, the first."""
+    found = []
+    left = [box] if box.numel else []
+    for piece in pieces:
+        rest = []
+        for one in left:
+            common = one.intersect(piece.box)
+            if common is None:
+                rest.append(one)
+            else:
+                found.append((piece, common))
+                rest += one.without(common)
+        left = rest
+    _refuse_gaps(catalogue, name, left)
+    return found
 
 
 def _refuse_gaps(catalogue: Catalogue, name: str, left: Sequence[Box]) -> None:
-    missing = [box for box in left if box.numel]
-    if missing:
-        where = ", ".join(f"[{o}, {o + n})" for o, n in zip(missing[0].offset, missing[0].shape, strict=True))
+    if left:
+        where = ", ".join(f"[{o}, {o + n})" for o, n in zip(left[0].offset, left[0].shape, strict=True)) or "the value"
         raise CheckpointError(
             f"{catalogue.root}: no piece holds {where} of {name}", hint="the checkpoint is incomplete"
         )
@@ -242,73 +231,3 @@ def _trim(span: Span, catalogue: Catalogue) -> None:
         span.stop = max(t.stored.offset + t.stored.span for t in span.transfers)
     else:
         span.stop = min(span.stop, known.bytes)
-
-
-# --- carrying it out ------------------------------------------------------------------------------
-
-
-def _carry_out(catalogue: Catalogue, spans: Sequence[Span], progress: Progress, threads: int) -> None:
-    with ExitStack() as stack:
-        files = _open_files(catalogue, spans, stack)
-
-        def work(span: Span) -> None:
-            with BUFFERS.lend(round_up(span.stop - span.start)) as buffer:
-                path = catalogue.root / span.file
-                with explained(path, "read"):
-                    read_exactly(files[span.file], buffer, span.start, span.stop, path)
-                check_blocks(catalogue, span, buffer)
-                for transfer in span.transfers:
-                    _copy_out(transfer, buffer, span.start)
-            progress(sum(t.stored.nbytes for t in span.transfers))
-
-        in_parallel(work, spans, threads)
-
-
-def _open_files(catalogue: Catalogue, spans: Sequence[Span], stack: ExitStack) -> Mapping[str, int]:
-    """Our own files were written past the page cache and are read so; others' are likely to be in it."""
-    files = {}
-    for name in {span.file for span in spans}:
-        path = catalogue.root / name
-        with explained(path, "read"):
-            ours = catalogue.files[name].checksums is not None
-            files[name] = open_direct(path, os.O_RDONLY) if ours else os.open(path, os.O_RDONLY)
-        stack.callback(os.close, files[name])
-    return files
-
-
-def check_blocks(catalogue: Catalogue, span: Span, data: Bytes) -> None:
-    """Refuses a block that is not what was written."""
-    sums = catalogue.files[span.file].checksums
-    if sums is None:
-        return
-    for start in range(span.start, span.stop, BLOCK):
-        stop = min(start + BLOCK, span.stop)
-        if checksum(data[start - span.start : stop - span.start]) != sums[start // BLOCK]:
-            names = _names_in(catalogue, span.file, start, stop)
-            raise CheckpointError(
-                f"{catalogue.root / span.file} is damaged between bytes {start} and {stop} (it holds {names})",
-                hint="restore the file, or load an older checkpoint",
-            )
-
-
-def _names_in(catalogue: Catalogue, file: str, start: int, stop: int) -> str:
-    names = [
-        name
-        for name, entry in catalogue.tensors.items()
-        for piece in entry.pieces
-        if piece.stored.file == file and piece.stored.offset < stop and piece.stored.offset + piece.stored.span > start
-    ]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "the header"
-
-
-def _copy_out(transfer: Transfer, buffer: Bytes, start: int) -> None:
-    stored, target = transfer.stored, transfer.target
-    size = target.dtype.itemsize
-    source: np.ndarray[Any, Any] = np.ndarray(
-        stored.shape,
-        dtype=target.dtype,
-        buffer=buffer.data,
-        offset=stored.offset - start,
-        strides=tuple(s * size for s in stored.strides),
-    )
-    np.copyto(target, source)

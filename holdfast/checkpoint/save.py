@@ -7,27 +7,31 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from holdfast import codec
 from holdfast.checkpoint import index
-from holdfast.checkpoint.disk import THREADS, Bytes, Progress, explained, silent, write_blocks
+from holdfast.checkpoint.disk import THREADS, Bytes, Progress, checksum, explained, make_folder, silent, write_blocks
 from holdfast.checkpoint.layout import Held
 from holdfast.checkpoint.merge import merge
 from holdfast.checkpoint.objects import Described, describe
 from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Shape, Stored, row_major
 from holdfast.checkpoint.progress import bar
-from holdfast.checkpoint.ranks import Ranks, current
+from holdfast.checkpoint.ranks import Ranks, current, together
+from holdfast.checkpoint.ruled import Local, Plain, locals_of
+from holdfast.checkpoint.rules import Rules
 from holdfast.checkpoint.share import Holding, Job, share
-from holdfast.checkpoint.write import Array, Image, Staged, Written, array_of
+from holdfast.checkpoint.write import Array, Image, Staged, Written, array_of, bytes_of
 from holdfast.errors import CheckpointError
 
-T = TypeVar("T")
+SMALL = 1 << 20  # bytes; copies of smaller tensors are compared whole, random states are among them
+SAMPLES = 16  # stretches that are compared of larger ones
 Fill = Callable[[int, int, Bytes], Bytes]  # bytes [start, stop) of a file, in the buffer or elsewhere
 
 
@@ -37,12 +41,15 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
     ranks: Ranks | None = None,
+    rules: Rules | None = None,
+    place: Mapping[str, int] | None = None,
 ) -> None:
     """Saves modules, optimizers, tensors and values, durable when it returns.
 
     Every rank of the process group calls it with what it has: whole modules, DDP, FSDP2, tensor parallel,
     pipeline stages. The folder must be seen by all of them. A checkpoint that is in it stays until the
-    new one is complete.
+    new one is complete. Where plain tensors are parts that a script has cut by hand, ``rules`` say of what,
+    and ``place`` where this rank stands, as in ``{"tp": 1}``.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -50,8 +57,9 @@ def save(
     >>> sorted(name.split("-")[0] for name in os.listdir(folder))
     ['data', 'index.json']
     """
-    wait_for_saves()
-    work = Save(Path(path), tree, ranks or current(group))
+    ranks = ranks or current(group)
+    together(ranks, "save", wait_for_saves)
+    work = Save(Path(path), tree, ranks, rules=rules, place=place)
     with bar(f"saving {path}", work.image.size, show=work.ranks.rank == 0) as progress:
         work.carry_out(work.image.fill, progress=progress, threads=THREADS)
 
@@ -100,6 +108,8 @@ def async_save(
     *,
     group: dist.ProcessGroup | None = None,
     ranks: Ranks | None = None,
+    rules: Rules | None = None,
+    place: Mapping[str, int] | None = None,
 ) -> Pending:
     """As :func:`save`, but returns once everything is copied: what you change afterwards is not in the file.
 
@@ -109,9 +119,10 @@ def async_save(
     >>> weight += 1  # too late to be saved
     >>> pending.wait()
     """
-    wait_for_saves()
-    work = Save(Path(path), tree, ranks or current(group))
-    _staged.take(work.image)
+    ranks = ranks or current(group)
+    together(ranks, "save", wait_for_saves)
+    work = Save(Path(path), tree, ranks, rules=rules, place=place)
+    together(ranks, "save", lambda: _staged.take(work.image))
     # Two threads keep the disk busy enough, and leave the processor to the training.
     _pending.append(Pending(lambda: work.carry_out(_staged.fill, threads=2), Path(path)))
     return _pending[0]
@@ -129,31 +140,51 @@ class Report:
 class Save:
     """One save, as one of its workers sees it: made together, written by each alone, committed by one."""
 
-    def __init__(self, path: Path, tree: Mapping[str, Any], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tree: Mapping[str, Any],
+        ranks: Ranks,
+        *,
+        rules: Rules | None = None,
+        place: Mapping[str, int] | None = None,
+    ) -> None:
         self.path = path
         self.ranks = ranks
         self.details: dict[str, Any] = {"ranks": ranks.size}
-        described = _together(ranks, lambda: describe(tree))
-        texts = ranks.exchange(_inventory(described, index.new_id()))
-        self._all = [json.loads(text) for text in texts]
+        described, text = together(ranks, "save", lambda: _prepare(tree, ranks, place))
+        self._all = [json.loads(text) for text in ranks.exchange(text)]
         self.id = str(self._all[0]["id"])
         # Pure, and everybody has the same texts: all come to the same plan, or to the same error.
-        self._holdings = [_holdings(said) for said in self._all]
+        self._holdings, held = [_holdings(said) for said in self._all], described.held
+        if rules is not None:
+            cut = locals_of([_plain(said) for said in self._all], [said["place"] for said in self._all], rules)
+            self._holdings = [{**mine, **_cut(mine, parts)} for mine, parts in zip(self._holdings, cut, strict=True)]
+            held = {**held, **{name: part.held(held[name].parts[0].tensor) for name, part in cut[ranks.rank].items()}}
         self._tree = merge([codec.decode(said["tree"], lambda name: Ref(name=name)) for said in self._all])
         self._jobs = share(self._holdings)
-        self.image = Image([_array(job, described.held) for job in self._jobs[ranks.rank]])
+        jobs = self._jobs[ranks.rank]
+        self.image = together(ranks, "save", lambda: Image([_array(job, held) for job in jobs]))
 
     def carry_out(self, fill: Fill, *, progress: Progress = silent, threads: int = THREADS) -> None:
         """Everything after the preparation, all workers together."""
-        report = _together(self.ranks, lambda: self.write(fill, progress, threads))
+        try:
+            report = together(self.ranks, "save", lambda: self.write(fill, progress, threads))
+        except Exception:
+            # Nobody commits what somebody could not write, and a full disk is the fuller for it.
+            with suppress(OSError):
+                (self.path / index.data_name(self.id, self.ranks.rank)).unlink()
+            raise
         reports = [read_report(text) for text in self.ranks.exchange(write_report(report))]
-        _together(self.ranks, lambda: self.commit(reports) if self.ranks.rank == 0 else None)
+        together(self.ranks, "save", lambda: self.commit(reports) if self.ranks.rank == 0 else None)
 
     def write(self, fill: Fill, progress: Progress = silent, threads: int = THREADS) -> Report:
         """Writes this worker's file; durable when it returns."""
         name = index.data_name(self.id, self.ranks.rank)
         with explained(self.path, "create"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
+        if self.ranks.rank == 0:
+            index.clean_before(self.path, self.id)
         sums = write_blocks(self.path / name, self.image.size, fill, progress=progress, threads=threads)
         written = Written(bytes=self.image.size, checksums=sums, offsets=self.image.offsets)
         writer = f"rank {self.ranks.rank} of {self.ranks.size} on {socket.gethostname()}"
@@ -203,39 +234,47 @@ class Save:
         }
 
 
-def _together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Does the work here; if it fails anywhere, it fails everywhere, and nobody waits for the others."""
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as e:
-        error = e
-    said = ranks.exchange(str(error or "").encode() or (repr(error).encode() if error else b""))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(said):
-        if text:
-            raise CheckpointError(f"rank {rank} could not save: {text.decode()}")
-    return result
-
-
-def _inventory(described: Described, save: str) -> bytes:
+def _prepare(tree: Mapping[str, Any], ranks: Ranks, place: Mapping[str, int] | None) -> tuple[Described, bytes]:
+    """What this worker has, and what it tells the others of it."""
+    described = describe(tree)
     said = {
-        "id": save,
+        "id": index.new_id(),
         "tree": codec.encode(described.tree, lambda value: value.name if isinstance(value, Ref) else None, "tree"),
         "tensors": {
             name: [
                 codec.dtype_name(held.dtype),
                 held.shape,
                 [[part.box.offset, part.box.shape] for part in held.parts],
+                name in described.leading,
+                _digest(held, large=name in described.doubtful) if ranks.size > 1 else None,
             ]
             for name, held in described.held.items()
         },
+        "place": dict(place or {}),
+        "derived": [name for name, held in described.held.items() if held.derived],
         "tied": described.tied,
         "frozen": described.frozen,
         "buffers": described.buffers,
     }
-    return json.dumps(said).encode()
+    return described, json.dumps(said).encode()
+
+
+def _digest(held: Held, *, large: bool) -> str | None:
+    """What tells copies apart: all of a tensor that is small or could be a worker's own, samples of others.
+
+    Parts that a script has cut by hand, and that it forgot to give rules for, look like copies: never in silence.
+    """
+    whole = [part.tensor for part in held.parts if part.box.shape == held.shape and part.box.numel]
+    if not whole:
+        return None
+    return checksum(bytes_of(whole[0] if large or whole[0].nbytes <= SMALL else _samples(whole[0])))
+
+
+def _samples(tensor: torch.Tensor) -> torch.Tensor:
+    """A few stretches of a large tensor, evenly spread."""
+    flat = tensor.reshape(-1)  # by values, not by memory: another worker's copy may have other strides
+    length = SMALL // SAMPLES // tensor.element_size()
+    return torch.cat([flat[start : start + length] for start in range(0, flat.numel(), flat.numel() // SAMPLES)])
 
 
 def _holdings(said: Mapping[str, Any]) -> dict[str, Holding]:
@@ -244,8 +283,33 @@ def _holdings(said: Mapping[str, Any]) -> dict[str, Holding]:
             shape=tuple(shape),
             dtype=codec.dtype_of(dtype),
             boxes=tuple(Box(offset=tuple(offset), shape=tuple(size)) for offset, size in boxes),
+            leading=leading,
+            digest=digest,
         )
-        for name, (dtype, shape, boxes) in said["tensors"].items()
+        for name, (dtype, shape, boxes, leading, digest) in said["tensors"].items()
+    }
+
+
+def _plain(said: Mapping[str, Any]) -> dict[str, Plain]:
+    """The tensors about which only rules can tell what they are parts of."""
+    derived = set(said["derived"])
+    return {
+        name: Plain(shape=holding.shape, dtype=holding.dtype)
+        for name, holding in _holdings(said).items()
+        if name not in derived
+    }
+
+
+def _cut(holdings: Mapping[str, Holding], parts: Mapping[str, Local]) -> dict[str, Holding]:
+    return {
+        name: Holding(
+            shape=part.shape,
+            dtype=holdings[name].dtype,
+            boxes=tuple(box for box, _ in part.boxes),
+            leading=holdings[name].leading,
+            digest=holdings[name].digest if part.shape == part.own else None,
+        )
+        for name, part in parts.items()
     }
 
 

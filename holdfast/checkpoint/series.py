@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.checkpoint import index
+from holdfast.checkpoint.disk import discard, explained, sync_folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -45,18 +46,34 @@ def to_delete(steps: Iterable[int], *, keep: int, keep_every: int | None) -> lis
 def delete(root: Path, step: int) -> None:
     """Removes a checkpoint. The index goes first: half a deletion leaves litter, not half a checkpoint."""
     folder = folder_of(root, step)
-    (folder / index.NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir():
+        with explained(folder, "delete"):
+            (folder / index.NAME).unlink(missing_ok=True)
+            sync_folder(folder)
+        _remove(folder)
 
 
-def clean(root: Path) -> None:
-    """Removes what saves that were not completed, or deletions, have left."""
-    for _, folder in _folders(root):
-        if not index.exists(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+def clean(root: Path, *, before: int, idle: float = 0.0) -> None:
+    """Removes what saves of earlier steps that were not completed, and deletions, have left.
+
+    Only where nothing has changed for ``idle`` seconds: another worker may be about to commit.
+    """
+    for step, folder in _folders(root):
+        if step < before and not index.exists(folder) and time.time() - folder.stat().st_mtime >= idle:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    discard(index.litter(folder))
+    try:
+        folder.rmdir()
+    except OSError:
+        pass  # there is something in it that is not ours
 
 
 def _folders(root: Path) -> list[tuple[int, Path]]:
-    if not root.is_dir():
-        return []
-    return [(int(m[1]), path) for path in root.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]
+    with explained(root, "read"):
+        if not root.is_dir():
+            return []
+        found = [(int(m[1]), path) for path in root.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]
+    return [(step, path) for step, path in found if path == folder_of(root, step)]

@@ -15,11 +15,17 @@ from holdfast.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one worker says it holds of a logical tensor."""
+    """What one worker says it holds of a logical tensor.
+
+    Copies must have the same ``digest`` where there is one. A ``leading`` tensor may differ: the first
+    worker's counts, as that of a module's buffers does in DistributedDataParallel.
+    """
 
     shape: Shape
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+    leading: bool = False
+    digest: str | None = None
 
 
 Inventory = Mapping[str, Holding]
@@ -42,7 +48,8 @@ def share(inventories: Sequence[Inventory]) -> list[list[Job]]:
     listed = [
         (box.numel * sizes[name], name, box, ranks) for name, boxes in holders.items() for box, ranks in boxes.items()
     ]
-    for size, name, box, ranks in sorted(listed, key=lambda job: (-job[0], job[1], job[2].offset)):
+    # First what only one can write; the rest evens it out, the largest first.
+    for size, name, box, ranks in sorted(listed, key=lambda job: (len(job[3]) > 1, -job[0], job[1], job[2].offset)):
         parts = _cut(box, len(ranks)) if size > large else [box]
         for part in parts:
             rank = min(ranks, key=lambda r: (loads[r], r))
@@ -52,13 +59,17 @@ def share(inventories: Sequence[Inventory]) -> list[list[Job]]:
 
 
 def _cut(box: Box, count: int) -> list[Box]:
-    """Slices along the first dimension, as equal as they can be."""
-    if not box.shape or box.shape[0] < 2 or count < 2:
+    """Slices along the first dimension that has any, as equal as they can be: each contiguous in memory."""
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if dim is None or count < 2:
         return [box]
-    rows = box.shape[0]
+    start, rows = box.offset[dim], box.shape[dim]
     edges = [rows * i // count for i in range(count + 1)]
     return [
-        Box(offset=(box.offset[0] + a, *box.offset[1:]), shape=(b - a, *box.shape[1:]))
+        Box(
+            offset=(*box.offset[:dim], start + a, *box.offset[dim + 1 :]),
+            shape=(*box.shape[:dim], b - a, *box.shape[dim + 1 :]),
+        )
         for a, b in itertools.pairwise(edges)
         if a < b
     ]
@@ -68,22 +79,28 @@ def _holders(name: str, inventories: Sequence[Inventory]) -> dict[Box, list[int]
     """Boxes that tile the tensor, with the workers that hold each."""
     found: dict[Box, list[int]] = {}
     known = [(rank, inv[name]) for rank, inv in enumerate(inventories) if name in inv]
-    _, first = known[0]
+    leader, first = known[0]
     for rank, holding in known:
         if (holding.shape, holding.dtype) != (first.shape, first.dtype):
             raise UsageError(
-                f"workers disagree on {name}: {first.dtype} {first.shape} on worker {known[0][0]}, "
+                f"workers disagree on {name}: {first.dtype} {first.shape} on worker {leader}, "
                 f"{holding.dtype} {holding.shape} on worker {rank}",
                 hint="a tensor that is different on each worker needs a name or a rule of its own",
             )
+        if not first.leading and None not in (first.digest, holding.digest) and first.digest != holding.digest:
+            raise UsageError(
+                f"workers {leader} and {rank} have different values of {name}",
+                hint="give what is different on each worker a key of its own, such as its rank",
+            )
         for box in holding.boxes:
             found.setdefault(box, []).append(rank)
-    return _tiling(name, first.shape, found)
+    if math.prod(first.shape) == 0:
+        return {whole(first.shape): [leader]}
+    tiling = _tiling(name, first.shape, found)
+    return {box: ranks[:1] for box, ranks in tiling.items()} if first.leading else tiling
 
 
 def _tiling(name: str, shape: Shape, found: dict[Box, list[int]]) -> dict[Box, list[int]]:
-    if math.prod(shape) == 0:
-        return {whole(shape): [0]} if not found else {whole(shape): next(iter(found.values()))}
     chosen: dict[Box, list[int]] = {}
     left = [whole(shape)]
     for box in sorted(found, key=lambda b: (-b.numel, b.offset)):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.objects import names_in
-from holdfast.checkpoint.pieces import Entry, Ref, name_of
+from holdfast.checkpoint.objects import NUMPY, names_in
+from holdfast.checkpoint.pieces import Entry, Ref, Shape, name_of
 from holdfast.checkpoint.read import find
 from holdfast.errors import CheckpointError
 
@@ -17,34 +17,65 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.load import Filler
 
 Key = str | int
+# Slots of Adam and SGD that are laid out as their parameter is; others may have any shape.
+LIKE_PARAMETERS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"))
 
 
 def fill_optimizer(filler: Filler, optimizer: Optimizer, node: dict[str, Any], path: tuple[Any, ...]) -> None:
     """Slots and hyper-parameters by the parameters' names, however they are grouped here."""
     keys = names_in(optimizer, filler.names)
     settings = {key: group for group in node["param_groups"] for key in group["params"]}
-    source = _matching(keys, settings, filler, path)
-    filler.refuse_unexpected([key for key in settings if key not in source.values()], path)
+    aliases = {
+        key: filler.names.get(id(p), [str(key)])
+        for group, called in zip(optimizer.param_groups, keys, strict=True)
+        for p, key in zip(group["params"], called, strict=True)
+    }
+    source = _matching(filler, keys, aliases, node["param_groups"], path)
+    taken = {key for found in source.values() for key in found}
+    filler.leave([key for key in settings if key not in taken], path)
     for group, called in zip(optimizer.param_groups, keys, strict=True):
-        _set_group(filler, group, [(key, settings[source[key]]) for key in called], path)
+        _set_group(filler, group, [(key, settings[found]) for key in called for found in source[key]], path)
         for p, key in zip(group["params"], called, strict=True):
-            slots = node["state"].get(source[key])
-            _set_slots(filler, optimizer, group, p, slots, (*path, "state", key))
+            first, *copies = (node["state"].get(found) for found in source[key])
+            made = _set_slots(filler, optimizer, group, p, first, (*path, "state", key))
+            for copy in copies:
+                _compare(filler, made, copy, (*path, "state", key))
 
 
-def _matching(keys: list[list[Key]], settings: dict[Key, Any], filler: Filler, path: tuple[Any, ...]) -> dict[Key, Key]:
-    """Which of the checkpoint's parameters each of ours is: by name, or both by number."""
+def _matching(
+    filler: Filler,
+    keys: list[list[Key]],
+    aliases: Mapping[Key, Sequence[str]],
+    groups: list[Any],
+    path: tuple[Any, ...],
+) -> dict[Key, list[Key]]:
+    """Which of the checkpoint's parameters each of ours is: by its names, or both by number."""
     ours = [key for group in keys for key in group]
-    theirs = list(settings)
-    if all(isinstance(key, int) for key in theirs) or all(isinstance(key, int) for key in ours):
+    theirs = [key for group in groups for key in group["params"]]
+    if any(isinstance(key, int) for key in [*ours, *theirs]):
         # torch's own way: the same optimizer over the same parameters in the same order.
-        if len(ours) != len(theirs):
+        here, there = [len(group) for group in keys], [len(group["params"]) for group in groups]
+        if here != there:
             raise CheckpointError(
-                f"{filler.catalogue.root}: {name_of(path)} has {len(theirs)} parameters by number, here are {len(ours)}"
+                f"{filler.catalogue.root}: {name_of(path)} has {there} parameters without names, here are {here}",
+                hint="save and load the module beside the optimizer: then its parameters have names",
             )
-        return dict(zip(ours, theirs, strict=True))
-    filler.refuse_missing([key for key in ours if key not in settings], path)
-    return {key: key for key in ours}
+        return {mine: [found] for mine, found in zip(ours, theirs, strict=True)}
+    found = {key: _known_as(aliases[key], theirs, filler.catalogue.tied) for key in ours}
+    filler.refuse_missing([key for key in ours if not found[key]], path)
+    return found
+
+
+def _known_as(names: Sequence[str], theirs: Sequence[Key], tied: Mapping[str, str]) -> list[Key]:
+    """The keys under which the checkpoint has a parameter that may be tied, here or there.
+
+    A pipeline has a copy of a tied parameter in each stage, each with slots of its own.
+
+    >>> _known_as(["embed", "head"], ["embed", "head", "norm"], {}), _known_as(["head"], ["embed"], {"head": "embed"})
+    (['embed', 'head'], ['embed'])
+    """
+    known = set(theirs)
+    return [name for name in dict.fromkeys([*names, *(tied.get(name, name) for name in names)]) if name in known]
 
 
 def _set_group(filler: Filler, group: dict[str, Any], found: list[tuple[Key, Any]], path: tuple[Any, ...]) -> None:
@@ -63,40 +94,62 @@ def _set_group(filler: Filler, group: dict[str, Any], found: list[tuple[Key, Any
 
 def _set_slots(
     filler: Filler, optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor, slots: Any, path: tuple[Any, ...]
-) -> None:
+) -> Any:
     if slots is None:
-        filler.later.append(lambda: optimizer.state.pop(p, None) and None)
-        return
+        filler.later.append(lambda: optimizer.state.pop(p, None))
+        return None
     present = optimizer.state.get(p, {})
     made = _make(filler, group, p, slots, present, path)
     filler.later.append(lambda: optimizer.state.__setitem__(p, made))
+    return made
+
+
+def _compare(filler: Filler, made: Any, node: Any, path: tuple[Any, ...]) -> None:
+    """Refuses slots of a tied parameter's copy that are not the same."""
+    if isinstance(made, dict) and isinstance(node, dict) and made.keys() == node.keys():
+        for key, item in node.items():
+            _compare(filler, made[key], item, (*path, key))
+    elif isinstance(made, torch.Tensor) and isinstance(node, Ref):
+        filler.copy(made, node, path)
+    elif made != node:
+        raise CheckpointError(
+            f"{filler.catalogue.root}: {name_of(path)} is {made!r} in one and {node!r} in another copy of a parameter "
+            "that is tied here"
+        )
 
 
 def _make(
     filler: Filler, group: dict[str, Any], p: torch.Tensor, node: Any, present: Any, path: tuple[Any, ...]
 ) -> Any:
     """A slot of any shape: a tensor like the parameter, another tensor, a number, or a dict of them."""
-    if isinstance(node, dict):
+    if isinstance(node, dict) and node.keys() != {NUMPY}:
         inside = present if isinstance(present, dict) else {}
         return {key: _make(filler, group, p, item, inside.get(key), (*path, key)) for key, item in node.items()}
     if not isinstance(node, Ref):
         return filler.value(node)
     entry = find(filler.catalogue, node.name)
-    target = _room(group, p, entry, present, name_of(path))
+    local = filler.local(path)
+    shape = tuple(p.shape) if local is None else local.shape
+    if path[-1] in LIKE_PARAMETERS and entry.shape != shape:
+        raise CheckpointError(
+            f"{filler.catalogue.root}: {name_of(path)} has shape {entry.shape}, its parameter {shape}",
+            hint="are the parameters in the order in which they were saved?",
+        )
+    target = _room(group, p, entry, present, path[-1], shape)
     filler.tensor(target, node, path)
     return target
 
 
-def _room(group: dict[str, Any], p: torch.Tensor, entry: Entry, present: Any, name: str) -> torch.Tensor:
-    if isinstance(present, torch.Tensor) and tuple(present.shape) == entry.shape and present.dtype == entry.dtype:
+def _room(group: dict[str, Any], p: torch.Tensor, entry: Entry, present: Any, key: Key, shape: Shape) -> torch.Tensor:
+    """Memory for a slot of a parameter that is, on all workers together, of a shape."""
+    like = tuple(p.shape) if entry.shape == shape else entry.shape
+    if isinstance(present, torch.Tensor) and tuple(present.shape) == like and present.dtype == entry.dtype:
         return present
-    if tuple(p.shape) == entry.shape:
+    if not entry.shape and (p.shape or key == "step"):
+        # A plain scalar even where the parameter is sharded; torch keeps counters on the CPU (untested on a GPU).
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        return torch.empty((), dtype=entry.dtype, device=p.device if on_device else "cpu")
+    if entry.shape == shape:
         return torch.empty_like(p, dtype=entry.dtype, requires_grad=False)
-    if isinstance(p, DTensor) and entry.shape:
-        # Nothing tells how an optimizer would lay out a slot of another shape than its parameter.
-        raise CheckpointError(
-            f"{name} has shape {entry.shape}, its sharded parameter {tuple(p.shape)}",
-            hint="let the optimizer make one step before loading, so that the slot exists",
-        )
-    on_device = group.get("capturable") or group.get("fused")  # untested on a GPU: torch keeps counters on the CPU
-    return torch.empty(entry.shape, dtype=entry.dtype, device=p.device if entry.shape or on_device else "cpu")
+    # As torch's own optimizers make it: of a sharded parameter, a copy on every worker.
+    return p.detach().new_empty(entry.shape, dtype=entry.dtype)

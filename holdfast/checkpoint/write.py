@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.disk import ALIGN, BLOCK, THREADS, Bytes, Progress, aligned, silent, write_blocks
-from holdfast.checkpoint.pieces import Shape
+from holdfast.checkpoint.pieces import Shape, flat_boxes
 from holdfast.errors import UsageError
 
-# Names of safetensors' own, in the order of falling size, so that each array is aligned to its elements.
+# Names of safetensors' own.
 DTYPES = {
-    torch.complex128: "C128",
     torch.float64: "F64",
     torch.int64: "I64",
     torch.uint64: "U64",
@@ -35,8 +34,13 @@ DTYPES = {
     torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+# It has none for these, which are written as pairs: a last dimension of two.
+PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +59,11 @@ class Array:
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """A tensor's bytes, row-major; without a copy where it is contiguous on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
+    if not tensor.numel():
+        return np.empty(0, dtype=np.uint8)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A single element is contiguous with any stride, but only with a stride of one can it be seen as bytes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def array_of(name: str, tensor: torch.Tensor) -> Array:
@@ -65,12 +72,19 @@ def array_of(name: str, tensor: torch.Tensor) -> Array:
     >>> array_of("w", torch.zeros(2, 3)).nbytes
     24
     """
-    kept: list[Bytes] = []
+    tensor, size = tensor.detach(), tensor.element_size()
+    plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    line = bytes_of(tensor) if plain else None
 
     def fill(start: int, stop: int, out: Bytes) -> None:
-        if not kept:  # a tensor that is strided or on another device is copied when its turn comes
-            kept.append(bytes_of(tensor))
-        np.copyto(out, kept[0][start:stop])
+        if line is not None:
+            np.copyto(out, line[start:stop])
+            return
+        # What is strided or on another device is copied part by part, straight to where it is wanted.
+        target = torch.from_numpy(out).view(tensor.dtype)
+        for box in flat_boxes(tuple(tensor.shape), start // size, stop // size):
+            target[: box.numel].view(box.shape).copy_(tensor[box.slices()])
+            target = target[box.numel :]
 
     return Array(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), fill=fill)
 
@@ -86,19 +100,16 @@ class Image:
     """
 
     def __init__(self, arrays: Sequence[Array], metadata: Mapping[str, str] | None = None) -> None:
-        order = {dtype: number for number, dtype in enumerate(DTYPES)}
-        for array in arrays:
-            if array.dtype not in DTYPES:
-                raise UsageError(f"{array.name} is {array.dtype}, which safetensors files cannot hold")
-        self.arrays = sorted(arrays, key=lambda array: order[array.dtype])
+        # In the order of falling size each array is aligned to its elements, and no block ends within one.
+        self.arrays = sorted(arrays, key=lambda array: -array.dtype.itemsize)
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         position = 0
         starts = []
         for array in self.arrays:
-            if array.name in header:
+            if array.name in header or array.name == "__metadata__":
                 raise UsageError(f"two arrays are named {array.name}")
             ends = [position, position + array.nbytes]
-            header[array.name] = {"dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": ends}
+            header[array.name] = {**_described(array), "data_offsets": ends}
             starts.append(position)
             position += array.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -120,6 +131,15 @@ class Image:
                 array.fill(first - origin, last - origin, out[first - start : last - start])
             index += 1
         return out
+
+
+def _described(array: Array) -> dict[str, object]:
+    dtype, shape = array.dtype, list(array.shape)
+    if dtype in PAIRS:
+        dtype, shape = PAIRS[dtype], [*shape, 2]
+    if dtype not in DTYPES:
+        raise UsageError(f"{array.name} is {dtype}, which safetensors files cannot hold")
+    return {"dtype": DTYPES[dtype], "shape": shape}
 
 
 class Staged:

@@ -30,6 +30,8 @@ from holdfast.plan import interval
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.reports import GroupRanks, collect, post
 
+LITTER = 600.0  # seconds after which what lies in an unfinished checkpoint's folder is nobody's
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -164,7 +166,7 @@ class Saver:
         root, settings = self.settings.root, self.settings
         for old in series.to_delete(series.steps_in(root), keep=settings.keep, keep_every=settings.keep_every):
             series.delete(root, old)
-        series.clean(root, before=step)
+        series.clean(root, before=step, idle=LITTER)
 
     def flush(self) -> None:
         """Returns when this worker has written its share of the last checkpoint."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint import compare, open_checkpoint, save
+from holdfast.checkpoint import compare, open_checkpoint, save, transfer
 from holdfast.checkpoint.diff import Comparison, Difference, Row, parse_rename
 from holdfast.errors import CheckpointError, UsageError
 
@@ -118,7 +118,7 @@ def test_how_many_elements_differ_and_by_how_much(tmp_path: Path, dtype: torch.d
 def test_parts_of_large_tensors_and_many_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "BATCH", 1000)
     monkeypatch.setattr(compare, "PART", 7)
-    monkeypatch.setattr(compare, "FEW", 3)
+    monkeypatch.setattr(transfer, "FILES", 3)
     generator = torch.Generator().manual_seed(0)
     sizes = [(1,), (), (0, 3), (17, 31), (5, 1, 2), (1000,)] + [(n,) for n in range(20)]
     a = {f"w{n}": torch.randn(size, generator=generator) for n, size in enumerate(sizes)}

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from holdfast.checkpoint import series
+from holdfast.checkpoint.disk import explained
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.renaming import renamed
 from holdfast.checkpoint.rules import Rules
@@ -50,22 +51,18 @@ def open_checkpoint(
     ``rules`` (see :mod:`holdfast.checkpoint.rules`) describe a layout that cannot be derived.
     """
     place = Path(path)
-    if not place.exists() and not format_of("fragments").recognise(place):
+    with explained(place, "read"):
+        missing = not place.exists()
+    if missing and not format_of("fragments").recognise(place):
         raise CheckpointError(f"{place} does not exist", hint="check the path")
     if format is None and (newest := series.newest(place)) is not None:
         place = newest
     chosen = format or recognise(place)
     if chosen is None:
-        raise CheckpointError(f"{place} is not a checkpoint of a known format", hint=_hint(place))
+        raise CheckpointError(f"{place} is not a checkpoint of a known format", hint=f"known are {', '.join(_MODULES)}")
     module = format_of(chosen)
     if rules is None:
         return module.open(place)
     if "rules" in signature(module.open).parameters:
         return module.open(place, rules=rules)
     return renamed(module.open(place), rules)  # its layout is known: rules can only rename
-
-
-def _hint(place: Path) -> str:
-    if place.is_dir() and any(place.glob("data-*-*.safetensors")):
-        return "it holds data without an index: a save that was not completed"
-    return f"known are {', '.join(_MODULES)}"

@@ -23,8 +23,8 @@ from holdfast.checkpoint.formats.output import appearing, array
 from holdfast.checkpoint.formats.pickled import Source
 from holdfast.checkpoint.formats.tiling import check_tiling
 from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Ref, Shape
-from holdfast.checkpoint.write import Array, write_safetensors
-from holdfast.errors import CheckpointError
+from holdfast.checkpoint.write import PAIRS, Array, write_safetensors
+from holdfast.errors import CheckpointError, UsageError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -193,6 +193,9 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, max_
     Of tied names the first is kept, and the file says which others are the same.
     """
     arrays, tied = _model(catalogue)
+    for array in arrays:
+        if array.dtype in PAIRS:  # our own files hold them as pairs; nobody else would know
+            raise UsageError(f"{array.name} is {array.dtype}, which safetensors files cannot hold")
     if path.suffix == ".safetensors":
         with appearing(path) as unfinished:
             write_safetensors(unfinished, arrays, metadata={"format": "pt", **tied}, progress=progress)

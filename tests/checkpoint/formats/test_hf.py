@@ -20,6 +20,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from holdfast.checkpoint import open_checkpoint, save
 from holdfast.checkpoint.formats import hf, torchsave
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.write import DTYPES
@@ -323,6 +324,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
 COPY = """
 import resource, sys
 from pathlib import Path
+from holdfast.checkpoint import open_checkpoint, save
 from holdfast.checkpoint.formats import hf, torchsave
 catalogue = torchsave.open(Path(sys.argv[1]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -336,3 +338,10 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COPY, str(tmp_path / "a.pt"), str(tmp_path / "b")]
     grown = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     assert grown < 80_000, f"{grown} kB for a tensor of 160,000"
+
+
+def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"model": {"wave": torch.zeros(2, dtype=torch.complex128)}})
+    with pytest.raises(UsageError, match=r"wave is torch\.complex128"):
+        hf.write(open_checkpoint(tmp_path / "a"), tmp_path / "b")
+    assert not (tmp_path / "b").exists()

@@ -1,0 +1,155 @@
+"""Carries a read out: a few threads take spans of files, check them, and copy out of them what is wanted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from holdfast.checkpoint.disk import (
+    BLOCK,
+    BUFFERS,
+    Bytes,
+    Progress,
+    checksum,
+    explained,
+    in_parallel,
+    open_direct,
+    read_exactly,
+    round_up,
+)
+from holdfast.checkpoint.pieces import Catalogue, Stored
+from holdfast.errors import CheckpointError
+
+FILES = 64  # open at a time: some formats have one for each tensor, and systems allow few
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """An array in a file, and the memory of the same shape that takes it; both seen as plain numbers."""
+
+    stored: Stored
+    target: np.ndarray[Any, Any]
+    name: str
+
+
+@dataclass(kw_only=True)
+class Span:
+    """Bytes [start, stop) of a file that are read at once, and what is copied out of them."""
+
+    file: str
+    start: int
+    stop: int
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+def carry_out(catalogue: Catalogue, spans: Sequence[Span], progress: Progress, threads: int) -> None:
+    """Reads every span and copies what is wanted out of it. Spans of a file must follow each other."""
+    for some in _few_files(spans):
+        with ExitStack() as stack:
+            files = _open_files(catalogue, some, stack)
+
+            def work(span: Span, files: Mapping[str, int] = files) -> None:
+                _read(catalogue, span, files[span.file], streaming=threads == 1)
+                progress(sum(t.stored.nbytes for t in span.transfers))
+
+            in_parallel(work, some, threads)
+
+
+def _few_files(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    some: list[Span] = []
+    names: set[str] = set()
+    for span in spans:
+        if span.file not in names and len(names) == FILES:
+            yield some
+            some, names = [], set()
+        some.append(span)
+        names.add(span.file)
+    yield some
+
+
+def _open_files(catalogue: Catalogue, spans: Sequence[Span], stack: ExitStack) -> Mapping[str, int]:
+    """Our own files were written past the page cache and are read so; others' are likely to be in it."""
+    files = {}
+    for name in {span.file for span in spans}:
+        path = catalogue.root / name
+        with explained(path, "read"):
+            ours = catalogue.files[name].checksums is not None
+            files[name] = open_direct(path, os.O_RDONLY) if ours else os.open(path, os.O_RDONLY)
+        stack.callback(os.close, files[name])
+    return files
+
+
+class _Recent(threading.local):
+    """The block that this thread has checked last: small tensors that are streamed one by one share it."""
+
+    catalogue: Catalogue | None = None  # itself, not its id: that could be another's one day
+    span: tuple[str, int, int]
+    data: Bytes
+
+
+_recent = _Recent()
+
+
+def _read(catalogue: Catalogue, span: Span, fd: int, *, streaming: bool) -> None:
+    size = span.stop - span.start
+    key = (span.file, span.start, span.stop)
+    if streaming and _recent.catalogue is catalogue and _recent.span == key:
+        _copy_all_out(span, _recent.data)
+        return
+    with BUFFERS.lend(round_up(size)) as buffer:
+        path = catalogue.root / span.file
+        with explained(path, "read"):
+            read_exactly(fd, buffer, span.start, span.stop, path)
+        check_blocks(catalogue, span, buffer)
+        _copy_all_out(span, buffer)
+        if streaming and size <= BLOCK and sum(t.stored.nbytes for t in span.transfers) < size // 2:
+            _recent.catalogue, _recent.span, _recent.data = catalogue, key, buffer[:size].copy()
+
+
+def _copy_all_out(span: Span, data: Bytes) -> None:
+    for transfer in span.transfers:
+        _copy_out(transfer, data, span.start)
+
+
+def check_blocks(catalogue: Catalogue, span: Span, data: Bytes) -> None:
+    """Refuses a block that is not what was written."""
+    sums = catalogue.files[span.file].checksums
+    if sums is None:
+        return
+    for start in range(span.start, span.stop, BLOCK):
+        stop = min(start + BLOCK, span.stop)
+        if checksum(data[start - span.start : stop - span.start]) != sums[start // BLOCK]:
+            names = _names_in(catalogue, span.file, start, stop)
+            raise CheckpointError(
+                f"{catalogue.root / span.file} is damaged between bytes {start} and {stop} (it holds {names})",
+                hint="restore the file, or load an older checkpoint",
+            )
+
+
+def _names_in(catalogue: Catalogue, file: str, start: int, stop: int) -> str:
+    names = [
+        name
+        for name, entry in catalogue.tensors.items()
+        for piece in entry.pieces
+        if piece.stored.file == file and piece.stored.offset < stop and piece.stored.offset + piece.stored.span > start
+    ]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "the header"
+
+
+def _copy_out(transfer: Transfer, buffer: Bytes, start: int) -> None:
+    stored, target = transfer.stored, transfer.target
+    size = target.dtype.itemsize
+    source: np.ndarray[Any, Any] = np.ndarray(
+        stored.shape,
+        dtype=target.dtype,
+        buffer=buffer.data,
+        offset=stored.offset - start,
+        strides=tuple(s * size for s in stored.strides),
+    )
+    np.copyto(target, source)

@@ -1,0 +1,269 @@
+"""The index: what is written is what is read, and nothing exists before it does."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.checkpoint import index, open_checkpoint, save
+from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Stored, row_major, whole
+from holdfast.checkpoint.write import DTYPES, PAIRS, array_of, write_safetensors
+from holdfast.errors import CheckpointError
+from tests.checkpoint.cases import (
+    Change,
+    blocks,
+    data_of,
+    in_two_files,
+    refusal,
+    rewrite,
+    rewrite_text,
+    saved,
+    settle,
+    tree_of,
+)
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(
+            st.text(max_size=4) | st.integers() | st.sampled_from(["$tuple", "$tensor"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+def committed(folder: Path, tree: dict[str, Any], **options: Any) -> Catalogue:
+    """A checkpoint of values and one scalar, by hand."""
+    identity = index.new_id()
+    name = index.data_name(identity, 0)
+    written = write_safetensors(folder / name, [array_of("w", torch.tensor(1.5))])
+    stored = Stored(file=name, offset=written.offsets["w"], dtype=torch.float32, shape=(), strides=())
+    entry = Entry(shape=(), dtype=torch.float32, pieces=(Piece(box=whole(()), stored=stored),))
+    catalogue = Catalogue(
+        format="holdfast",
+        root=folder,
+        tensors={"w": entry},
+        tree={"w": Ref(name="w"), **tree},
+        files={name: File(bytes=written.bytes, checksums=written.checksums, writer="me")},
+        **options,
+    )
+    index.commit(catalogue, identity)
+    return catalogue
+
+
+@given(tree=st.dictionaries(st.text(min_size=1, max_size=4).filter(lambda key: key != "w"), values, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_values_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
+    folder = tmp_path_factory.mktemp("values")
+    committed(folder, tree)
+    assert repr(index.open(folder).tree) == repr({"w": Ref(name="w"), **tree})
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    wrote = committed(
+        tmp_path,
+        {"betas": (0.9, math.inf), "dtype": torch.bfloat16},
+        tied={"head": "embedding"},
+        frozen=("a", "b"),
+        buffers=("mean",),
+        details={"ranks": 4},
+    )
+    found = index.open(tmp_path)
+    assert (found.tensors, found.tree, found.files) == (wrote.tensors, wrote.tree, wrote.files)
+    assert (found.tied, found.frozen, found.buffers) == (wrote.tied, wrote.frozen, wrote.buffers)
+    assert found.details["ranks"] == 4
+    assert found.details["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *PAIRS])
+def test_every_dtype_that_can_be_written_can_be_opened(tmp_path: Path, dtype: torch.dtype) -> None:
+    save(tmp_path, {"w": torch.zeros(4 * dtype.itemsize, dtype=torch.uint8).view(dtype)})
+    assert index.open(tmp_path).tensors["w"].dtype == dtype
+
+
+def test_many_pieces_in_any_order(tmp_path: Path) -> None:
+    in_two_files(tmp_path)
+    catalogue = index.open(tmp_path)
+    (file, *_), entry = catalogue.files, catalogue.tensors["w"]
+    start = entry.pieces[0].stored.offset
+    tiles = [(row, column) for row in range(3) for column in range(20)] * 2
+    for number in range(60, 120):
+        tiles[number] = (tiles[number][0] + 3, tiles[number][1])
+    pieces = []
+    for row, column in tiles[::-1]:
+        box = Box(offset=(row, 100 * column), shape=(1, 100))
+        stored = Stored(file=file, offset=start, dtype=torch.float32, shape=(1, 100), strides=row_major((1, 100)))
+        pieces.append(Piece(box=box, stored=stored))
+    catalogue.tensors["w"] = Entry(shape=(6, 2000), dtype=torch.float32, pieces=tuple(pieces))
+    index.commit(catalogue, index.new_id())
+    assert len(index.open(tmp_path).tensors["w"].pieces) == 120
+    catalogue.tensors["w"] = Entry(shape=(6, 2000), dtype=torch.float32, pieces=tuple(pieces[1:]))
+    index.commit(catalogue, index.new_id())
+    assert "no piece holds" in refusal(tmp_path)
+
+
+# --- what exists ------------------------------------------------------------------------------------------
+
+
+def test_recognise(tmp_path: Path) -> None:
+    assert not index.recognise(tmp_path)
+    assert not index.recognise(tmp_path / "none")
+    (tmp_path / index.NAME).write_text('{"weight_map": {}}')
+    assert not index.recognise(tmp_path)
+    assert not index.recognise(tmp_path / index.NAME)
+    saved(tmp_path)
+    assert index.recognise(tmp_path)
+    (tmp_path / index.NAME).unlink()
+    assert index.recognise(tmp_path)  # or its data would be taken for somebody's safetensors
+    assert not index.exists(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no index\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_commit_that_fails_takes_its_data_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    before = sorted(tmp_path.iterdir())
+
+    def fail(path: Path, text: bytes) -> None:
+        path.write_bytes(text[:5])
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(index, "write_durably", fail)
+    with pytest.raises(CheckpointError, match=r"cannot write .*\.index-.*: Input/output error"):
+        save(tmp_path, tree_of(2))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_after_the_rename_nothing_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Path] = []
+
+    def fail_the_second_time(path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(index, "sync_folder", fail_the_second_time)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        saved(tmp_path, 1)
+    assert index.open(tmp_path).tree["step"] == 1
+
+
+def test_only_litter_of_ours_is_cleaned(tmp_path: Path) -> None:
+    saved(tmp_path)
+    other = index.new_id()
+    mine = ["notes.txt", "data-mine.safetensors", "data-00-0.safetensors", ".index.json", "model.safetensors"]
+    ours = [index.data_name(other, 0), index.data_name(other, 17), f".index-{other}.json", index.report_name(other, 2)]
+    for name in (*mine, *ours):
+        (tmp_path / name).touch()
+    saved(tmp_path, 2)
+    settle()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {index.NAME, *index.open(tmp_path).files, *mine}
+
+
+def test_the_index_is_one_json_object(tmp_path: Path) -> None:
+    saved(tmp_path)
+    said = json.loads((tmp_path / index.NAME).read_text())
+    assert [*said] == ["xxh3", "index"]
+    assert [file["name"] for file in said["index"]["files"]] == [path.name for path in data_of(tmp_path)]
+
+
+def test_another_block_size_is_not_another_version(tmp_path: Path) -> None:
+    with blocks():
+        saved(tmp_path)
+    assert "its blocks are 16384 bytes long" in refusal(tmp_path)
+
+
+# --- an index that somebody has made ------------------------------------------------------------------
+
+
+def weight(said: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = said["tensors"]["model/weight"]
+    return found
+
+
+def twice(said: dict[str, Any]) -> None:
+    said["files"].append(said["files"][0])
+
+
+def overlapping(said: dict[str, Any]) -> None:
+    (piece,) = weight(said)["pieces"]
+    number, offset, _, (rows, columns) = piece
+    weight(said)["pieces"] = [[number, offset, [0, 0], [2, columns]], [number, offset, [1, 0], [rows - 2, columns]]]
+
+
+HOSTILE: dict[str, Change] = {
+    "listed twice": twice,
+    "the same piece twice": lambda said: weight(said)["pieces"].append(weight(said)["pieces"][0]),
+    "overlapping pieces and a gap": overlapping,
+    "no pieces": lambda said: weight(said)["pieces"].clear(),
+    "above the folder": lambda said: said["files"][0].update(name="../secret"),
+    "an absolute name": lambda said: said["files"][0].update(name="/etc/passwd"),
+    "a name with an end": lambda said: said["files"][0].update(name=said["files"][0]["name"] + "\n"),
+    "a name that is none": lambda said: said["files"][0].update(name=7),
+    "a negative offset": lambda said: weight(said)["pieces"][0].__setitem__(1, -4096),
+    "an offset beyond the file": lambda said: weight(said)["pieces"][0].__setitem__(1, 1 << 40),
+    "an offset that is a fraction": lambda said: weight(said)["pieces"][0].__setitem__(1, 4096.0),
+    "a file number from the end": lambda said: weight(said)["pieces"][0].__setitem__(0, -1),
+    "a file number too many": lambda said: weight(said)["pieces"][0].__setitem__(0, 9),
+    "a box outside": lambda said: weight(said)["pieces"][0].__setitem__(2, [1, 0]),
+    "a box of another rank": lambda said: weight(said)["pieces"][0].__setitem__(2, [0]),
+    "a piece that is too short": lambda said: weight(said)["pieces"][0].pop(),
+    "a huge shape": lambda said: weight(said).update(shape=[1 << 40, 1 << 40]),
+    "a huge empty shape": lambda said: weight(said).update(shape=[1 << 59, 1 << 59, 0], pieces=[]),
+    "a shape of numbers too large": lambda said: weight(said).update(shape=[1 << 70, 0], pieces=[]),
+    "a negative shape": lambda said: weight(said).update(shape=[-1, 0], pieces=[]),
+    "a shape of truths": lambda said: weight(said).update(shape=[True, False], pieces=[]),
+    "a dtype that is a function": lambda said: weight(said).update(dtype="load"),
+    "a dtype that is no array's": lambda said: weight(said).update(dtype="quint8"),
+    "a dtype that is a number": lambda said: weight(said).update(dtype=5),
+    "another size": lambda said: said["files"][0].update(bytes=said["files"][0]["bytes"] + 0.0),
+    "too few checksums": lambda said: said["files"][0]["blocks"].pop(),
+    "checksums that are numbers": lambda said: said["files"][0].update(blocks=[0] * len(said["files"][0]["blocks"])),
+    "another block size": lambda said: said.update(block=1),
+    "a newer version": lambda said: said.update(version=2),
+    "no version": lambda said: said.pop("version"),
+    "no tensors": lambda said: said.pop("tensors"),
+    "tensors that are a list": lambda said: said.update(tensors=[]),
+    "a tree that is a list": lambda said: said.update(tree=[]),
+    "a tree with a stranger": lambda said: said["tree"].update(x={"$tensor": "nobody"}),
+    "a tree with a list for a name": lambda said: said["tree"].update(x={"$tensor": []}),
+    "a tree with a broken mark": lambda said: said["tree"].update(x={"$tuple": 5}),
+    "a tree with a dict for a key": lambda said: said["tree"].update(x={"$items": [[{}, 1]]}),
+    "a tree with bytes that are none": lambda said: said["tree"].update(x={"$bytes": "a"}),
+    "tied to nothing": lambda said: said.update(tied={"a": 5}),
+    "frozen numbers": lambda said: said.update(frozen=[1]),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_index_is_refused_by_name(tmp_path: Path, what: str) -> None:
+    saved(tmp_path)
+    rewrite(tmp_path, HOSTILE[what])
+    sentence = refusal(tmp_path)
+    assert index.NAME in sentence or data_of(tmp_path)[0].name in sentence
+    assert what != "a newer version" or "version 2" in sentence
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"not JSON", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"version":1}', b'{"a":' * 50_000]
+)
+def test_an_index_that_is_no_index(tmp_path: Path, body: bytes) -> None:
+    saved(tmp_path)
+    rewrite_text(tmp_path, body)
+    assert str(tmp_path / index.NAME) in refusal(tmp_path)
