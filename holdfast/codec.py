@@ -6,6 +6,7 @@ import base64
 import json
 import math
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -52,7 +53,11 @@ def encode(value: Any, tensor: Callable[[Any], Any], where: str = "state") -> An
 
 
 def _plain_number(value: Any) -> Any:
-    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+    if isinstance(value, Enum):
+        return value.value
+    return next(
+        kind.__str__(value) if kind is str else kind(value) for kind in (int, float, str) if isinstance(value, kind)
+    )
 
 
 def decode(node: Any, tensor: Callable[[Any], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,16 +18,17 @@ from holdfast import codec
 from holdfast.checkpoint.formats import open_checkpoint
 from holdfast.checkpoint.layout import Held, held_of
 from holdfast.checkpoint.merge import is_optimizer
-from holdfast.checkpoint.objects import NUMPY, clean, describe, memory_of, parameter_names, tensors_of, unwrap
+from holdfast.checkpoint.objects import NUMPY, clean, describe, is_plain, memory_of, parameter_names, tensors_of, unwrap
 from holdfast.checkpoint.pieces import Catalogue, Ref, name_of, whole
 from holdfast.checkpoint.progress import bar
 from holdfast.checkpoint.ranks import Alone, Ranks, current, together
 from holdfast.checkpoint.read import Want, find, read
 from holdfast.checkpoint.ruled import Local, Plain, locals_of
 from holdfast.checkpoint.rules import Rules, parameter_of
+from holdfast.checkpoint.save import join_saves
 from holdfast.checkpoint.slots import fill_optimizer
 from holdfast.checkpoint.write import bytes_of
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, UsageError
 
 Path_ = tuple[Any, ...]
 
@@ -60,9 +62,25 @@ def load(
     7
     """
     ranks = ranks or current(group)
+    together(ranks, "load", join_saves)  # its ranks talk to each other too, and it may be what is loaded
     opened = together(ranks, "load", lambda: path if isinstance(path, Catalogue) else open_checkpoint(path))
+    _refuse_different(ranks.exchange(_identity(opened)))
     layout = {} if rules is None else _layout(into, rules, place or {}, ranks)
     return fill(opened, into, strict=strict, cast=cast, ranks=ranks, layout=layout)
+
+
+def _identity(catalogue: Catalogue) -> bytes:
+    """The same for ranks that have opened the same checkpoint: the names of our data files are never used again."""
+    files = {name: file.bytes for name, file in sorted(catalogue.files.items())}
+    return json.dumps([catalogue.format, str(catalogue.root), files]).encode()
+
+
+def _refuse_different(said: Sequence[bytes]) -> None:
+    """A view of a network's file system may be old, and a folder's newest checkpoint may just have changed."""
+    first, *others = [json.loads(text) for text in said]
+    for rank, other in enumerate(others, start=1):
+        if first[0] != other[0] or first[2] != other[2]:
+            raise CheckpointError(f"rank 0 has opened {first[1]}, but rank {rank} {other[1]}, which is another one")
 
 
 def _layout(into: dict[str, Any], rules: Rules, place: Mapping[str, int], ranks: Ranks) -> dict[str, Local]:
@@ -109,16 +127,33 @@ class Filler:
         self.wants: list[Want] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         self.later: list[Callable[[], Any]] = []
+        self.tied: dict[str, str] = {}
+        self._taken: set[int] = set()
+        self._filled: dict[Any, str] = {}  # memory, and the tensor that fills it
         self.left: dict[str, list[str]] = {}  # what each section of the checkpoint has and nothing here takes
 
     def plan(self, into: dict[str, Any]) -> None:
         """Checks everything, changes nothing."""
         self.names = parameter_names(into)
+        self.tied = self._ties(into)
         for key, target in into.items():
             if key not in self.catalogue.tree:
                 found = ", ".join(map(repr, self.catalogue.tree)) or "nothing"
                 raise CheckpointError(f"{self.catalogue.root} has no {key!r}", hint=f"it has {found}")
             self._set(into, key, self.fill(target, self.catalogue.tree[key], (key,)))
+
+    def _ties(self, into: dict[str, Any]) -> dict[str, str]:
+        """Second names that really are second names in every section that is filled here."""
+        sections = [
+            node
+            for key, target in into.items()
+            if isinstance(target, nn.Module) and isinstance(node := self.catalogue.tree.get(key), dict)
+        ]
+        return {
+            name: first
+            for name, first in self.catalogue.tied.items()
+            if all(node.get(name) == node.get(first) for node in sections if name in node)
+        }
 
     def carry_out(self) -> None:
         total = sum(want.out.nbytes for want in self.wants)
@@ -132,12 +167,14 @@ class Filler:
                 )
         for finish in self.later:
             finish()
+        if left_out := self.catalogue.details.get("left_out"):
+            warnings.warn(f"{self.catalogue.root}: not read: {_some(list(left_out))}", stacklevel=2)
 
     def fill(self, target: Any, node: Any, path: Path_) -> Any:
         if isinstance(target, nn.Module):
             self._module(target, node, path)
             return target
-        if isinstance(target, Optimizer):
+        if isinstance(target, Optimizer) and is_plain(target):
             if not is_optimizer(node):
                 raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not an optimizer's state")
             fill_optimizer(self, target, node, path)
@@ -145,7 +182,7 @@ class Filler:
         if isinstance(target, torch.Tensor):
             self.tensor(target, node, path)
             return target
-        if isinstance(target, dict) and target and isinstance(node, dict):
+        if isinstance(target, dict) and target and (isinstance(node, dict) or _is_filled(target)):
             return self._dict(target, node, path)
         if isinstance(target, list | tuple) and any(map(_is_filled, target)):
             return self._list(target, node, path)
@@ -173,6 +210,10 @@ class Filler:
     def tensor(self, target: torch.Tensor, node: Any, path: Path_) -> None:
         """Wants the boxes that this worker holds of the target."""
         name, held = self._fitting(target, node, path)
+        memory = memory_of(target)
+        if memory is not None and self._filled.setdefault(memory, name) != name:
+            self.copy(target, node, path)
+            return
         self.wants += [Want(name=name, box=part.box, out=part.tensor) for part in held.parts]
 
     def copy(self, target: torch.Tensor, node: Any, path: Path_) -> None:
@@ -189,6 +230,8 @@ class Filler:
             raise CheckpointError(f"{root}: {name} is not a tensor in the checkpoint, but {node!r}")
         entry = find(self.catalogue, node.name)
         local = self.local(path)
+        if any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
+            raise UsageError(f"{name} is one element in many places", hint="clone it before it is filled")
         held = local.held(target) if local and local.own == tuple(target.shape) else held_of(target, name)
         if held.shape != entry.shape:
             raise CheckpointError(f"{root}: {name} has shape {entry.shape}, not {held.shape}")
@@ -198,6 +241,12 @@ class Filler:
             )
         return node.name, held
 
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of an optimizer's may be used for a slot: two that share one here may not there."""
+        new = id(tensor) not in self._taken
+        self._taken.add(id(tensor))
+        return new
+
     def local(self, path: Path_) -> Local | None:
         """What a rule says of a tensor; an optimizer's slot goes by its parameter."""
         name = name_of(path)
@@ -206,7 +255,9 @@ class Filler:
     def _set(self, target: Any, key: Any, value: Any) -> None:
         self.later.append(lambda: target.__setitem__(key, value))
 
-    def _dict(self, target: dict[Any, Any], node: dict[Any, Any], path: Path_) -> dict[Any, Any]:
+    def _dict(self, target: dict[Any, Any], node: Any, path: Path_) -> dict[Any, Any]:
+        if not isinstance(node, dict):
+            raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a dict in the checkpoint")
         self.refuse_missing([key for key in target if key not in node], path)
         self.leave([key for key in node if key not in target], path)
         for key, item in target.items():
@@ -227,7 +278,7 @@ class Filler:
         known = {memory[name] for name in memory if name in node} - {None}
         # A second name of a tied weight need not be there: its first one fills it.
         self.refuse_missing([name for name in targets if name not in node and memory.get(name) not in known], path)
-        self.leave([name for name in node if name not in targets and name not in self.catalogue.tied], path)
+        self.leave([name for name in node if name not in targets and name not in self.tied], path)
         filled: dict[Any, Ref] = {}
         for name in (name for name in targets if name in node):
             if name not in memory:
@@ -242,7 +293,12 @@ class Filler:
         """Extra state, and what a module's hooks make up for its state_dict, only the module can take."""
         value = self.value(node)
         raw = next(key for key in module.state_dict() if clean(key) == name)
-        self.later.append(lambda: module.load_state_dict({raw: value}, strict=False))
+
+        def take() -> None:
+            if raw in module.load_state_dict({raw: value}, strict=False).unexpected_keys:
+                raise CheckpointError(f"{self.catalogue.root}: the module does not take {name}, though it gave it")
+
+        self.later.append(take)
 
     def refuse_missing(self, names: list[Any], path: Path_) -> None:
         if names:

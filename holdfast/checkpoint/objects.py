@@ -33,7 +33,7 @@ class Described:
     frozen: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     leading: set[str] = field(default_factory=set)  # tensors of which the first worker's count
-    doubtful: set[str] = field(default_factory=set)  # tensors that look like copies, but may be a worker's own
+    sampled: set[str] = field(default_factory=set)  # tensors that are copies, unless a script has cut them by hand
 
 
 def describe(tree: Mapping[str, Any]) -> Described:
@@ -44,7 +44,10 @@ def describe(tree: Mapping[str, Any]) -> Described:
     (['model/bias', 'model/weight'], 7)
     """
     walker = _Walker(names=parameter_names(tree))
-    walker.out.tree = {str(key): walker.walk(value, (str(key),)) for key, value in tree.items()}
+    for key in tree:
+        if not isinstance(key, str):
+            raise UsageError(f"the key {key!r} is a {type(key).__name__}", hint="name what is saved by text")
+    walker.out.tree = {key: walker.walk(value, (key,)) for key, value in tree.items()}
     return walker.out
 
 
@@ -53,8 +56,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
-        elif isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
-            module = inner
+        elif type(module).__name__ == "OptimizedModule":  # torch.compile's; importing its class takes a second
+            module = module.get_submodule("_orig_mod")
         else:
             return module
 
@@ -123,7 +126,14 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         return (id(tensor),)
     if not tensor.numel() or tensor.layout is not torch.strided:
         return None
-    return (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
+    meaning = (str(tensor.dtype), tensor.is_conj(), tensor.is_neg())
+    return (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), *meaning)
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Whether groups and slots are all there is to it; others know better how to save themselves."""
+    kind = type(optimizer)
+    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
 
 
 class _Walker:
@@ -131,13 +141,12 @@ class _Walker:
         self.names = names
         self.out = Described()
         self._seen: dict[tuple[Any, ...], tuple[str, Any]] = {}  # also keeps what is seen alive
-        # An optimizer may keep what belongs to its shard of a parameter in tensors that do not say so.
-        self._of_shard = False
+        self._sampled = False
 
     def walk(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, nn.Module):
             return self._module(value, path)
-        if isinstance(value, Optimizer):
+        if isinstance(value, Optimizer) and is_plain(value):
             return self._optimizer(value, path)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
@@ -146,6 +155,8 @@ class _Walker:
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, Mapping):
+            if NUMPY in value:
+                raise UsageError(f"{name_of(path)} has a key {NUMPY!r}", hint="it is what arrays are marked with")
             return {key: self.walk(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
             items = [self.walk(item, (*path, i)) for i, item in enumerate(value)]
@@ -167,8 +178,8 @@ class _Walker:
         if name in self.out.held:
             raise UsageError(f"two tensors are named {name}", hint="keys that read the same are one name")
         self.out.held[name] = held_of(tensor, name)
-        if self._of_shard:
-            self.out.doubtful.add(name)
+        if self._sampled:
+            self.out.sampled.add(name)
         if memory is not None:
             self._seen[memory] = (name, tensor)
         return Ref(name=name)
@@ -176,7 +187,9 @@ class _Walker:
     def _module(self, module: nn.Module, path: tuple[Any, ...]) -> dict[str, Any]:
         section: dict[str, Any] = {}
         for name, value in tensors_of(module).items():
+            self._sampled = isinstance(value, nn.Parameter)
             section[name] = ref = self.walk(value, (*path, name))
+            self._sampled = False
             if isinstance(ref, Ref) and ref.name != name_of((*path, name)):
                 first = next((n for n, other in section.items() if other == ref), None)
                 if first not in (None, name):
@@ -191,13 +204,19 @@ class _Walker:
 
     def _optimizer(self, optimizer: Optimizer, path: tuple[Any, ...]) -> dict[str, Any]:
         keys = names_in(optimizer, self.names)
+        known = {p for group in optimizer.param_groups for p in group["params"]}
+        for stray in optimizer.state:
+            if stray not in known:
+                shown = stray if isinstance(stray, str) else f"a {type(stray).__name__}"
+                raise UsageError(f"{name_of(path)} keeps {shown} beside its parameters", hint="save it by itself")
         state, groups = {}, []
         for group, called in zip(optimizer.param_groups, keys, strict=True):
             for p, key in zip(group["params"], called, strict=True):
                 if p in optimizer.state:
-                    self._of_shard = isinstance(p, DTensor)
+                    # An optimizer may keep what belongs to its shard of a parameter in tensors that do not say so.
+                    self._sampled = not isinstance(p, DTensor)
                     state[key] = self.walk(optimizer.state[p], (*path, "state", key))
-                    self._of_shard = False
+                    self._sampled = False
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             groups.append({"params": called, **self._settings(hyper, (*path, "param_groups"))})
         return {"state": state, "param_groups": groups}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
 from holdfast.errors import CheckpointError
 
 T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)  # for a rank that is alive and silent; one that dies is noticed at once
 
 
 class Ranks(Protocol):
@@ -44,11 +48,15 @@ class Distributed:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        members = " ".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank = dist.get_rank(group)
-        self.size = len(members)
+        self.size = dist.get_world_size(group)
+        # Not new_group: among some of the ranks, it finds the others by the number of groups that each is in.
+        # Where that differs, as in a pipeline whose stages have meshes of their own, they would wait for ever.
+        _made[members] += 1
+        store = PrefixStore(f"holdfast/{members}/{_made[members]}", _get_default_store())
         # Collective: every member of the group has to come here together.
-        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self._group: Any = ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
 
     def exchange(self, text: bytes) -> list[bytes]:
         try:
@@ -59,16 +67,17 @@ class Distributed:
     def _exchange(self, text: bytes) -> list[bytes]:
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(text)
-        dist.all_reduce(lengths, group=self._group)
+        self._group.allreduce([lengths]).wait()
         longest = int(lengths.max())
         if not longest:
             return [b""] * self.size
         mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
         all_texts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(all_texts, mine, group=self._group)
+        self._group.allgather([all_texts], [mine]).wait()
         return [theirs[: int(n)].numpy().tobytes() for theirs, n in zip(all_texts, lengths, strict=True)]
 
 
+_made: Counter[str] = Counter()
 _known: dict[int, tuple[object, Distributed]] = {}
 
 
@@ -90,15 +99,16 @@ def together(ranks: Ranks, doing: str, work: Callable[[], T]) -> T:
     >>> together(Alone(), "count", lambda: 1 + 1)
     2
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         result = work()
-    except Exception as e:
+    except BaseException as e:  # also Ctrl-C: the others must not wait for us
         error = e
-    said = ranks.exchange(b"" if error is None else (str(error) or repr(error)).encode())
+    text = "" if error is None else str(error) or repr(error)
+    said = ranks.exchange(text.encode(errors="replace"))
     if error is not None:
         raise error
-    for rank, text in enumerate(said):
-        if text:
-            raise CheckpointError(f"rank {rank} could not {doing}: {text.decode()}")
+    for rank, theirs in enumerate(said):
+        if theirs:
+            raise CheckpointError(f"rank {rank} could not {doing}: {theirs.decode()}")
     return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from holdfast import codec
 from holdfast.checkpoint import index
+from holdfast.checkpoint.background import Work
 from holdfast.checkpoint.disk import THREADS, Bytes, Progress, checksum, explained, make_folder, silent, write_blocks
 from holdfast.checkpoint.layout import Held
 from holdfast.checkpoint.merge import merge
@@ -30,8 +30,8 @@ from holdfast.checkpoint.share import Holding, Job, share
 from holdfast.checkpoint.write import Array, Image, Staged, Written, array_of, bytes_of
 from holdfast.errors import CheckpointError
 
-SMALL = 1 << 20  # bytes; copies of smaller tensors are compared whole, random states are among them
-SAMPLES = 16  # stretches that are compared of larger ones
+SMALL = 1 << 20  # bytes; copies of larger parameters and slots are compared in samples
+SAMPLES = 16
 Fill = Callable[[int, int, Bytes], Bytes]  # bytes [start, stop) of a file, in the buffer or elsewhere
 
 
@@ -59,47 +59,30 @@ def save(
     """
     ranks = ranks or current(group)
     together(ranks, "save", wait_for_saves)
-    work = Save(Path(path), tree, ranks, rules=rules, place=place)
+    work = Save(Path(path).absolute(), tree, ranks, rules=rules, place=place)
     with bar(f"saving {path}", work.image.size, show=work.ranks.rank == 0) as progress:
         work.carry_out(work.image.fill, progress=progress, threads=THREADS)
 
 
-class Pending:
+class Pending(Work):
     """A save that goes on in the background. An error in it is raised by ``wait`` or by the next save."""
-
-    def __init__(self, work: Callable[[], None], path: Path) -> None:
-        self.path = path
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name=f"saving {path}")
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as e:
-            self._error = e
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over, well or badly."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Returns when the checkpoint is durable."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
 _pending: list[Pending] = []
-_staged = Staged()
+_staged: list[Staged] = []  # that nobody writes from at the moment; usually one
 
 
 def wait_for_saves() -> None:
-    """Waits for saves in the background: they share one staging area and one group of ranks."""
+    """Waits for saves in the background, and raises what went wrong in them."""
     while _pending:
-        _pending.pop().wait()
+        _pending[0].join()  # if this is interrupted, it is still pending
+        _pending.pop(0).wait()
+
+
+def join_saves() -> None:
+    """Waits for saves in the background, whose ranks talk to each other; leaves errors to the next save."""
+    for pending in _pending:
+        pending.join()
 
 
 def async_save(
@@ -121,11 +104,19 @@ def async_save(
     """
     ranks = ranks or current(group)
     together(ranks, "save", wait_for_saves)
-    work = Save(Path(path), tree, ranks, rules=rules, place=place)
-    together(ranks, "save", lambda: _staged.take(work.image))
-    # Two threads keep the disk busy enough, and leave the processor to the training.
-    _pending.append(Pending(lambda: work.carry_out(_staged.fill, threads=2), Path(path)))
-    return _pending[0]
+    work = Save(Path(path).absolute(), tree, ranks, rules=rules, place=place)
+    staged = _staged.pop() if _staged else Staged()
+    together(ranks, "save", lambda: staged.take(work.image))
+
+    def carry_out() -> None:
+        try:  # two threads keep the disk busy enough, and leave the processor to the training
+            work.carry_out(staged.fill, threads=2)
+        finally:
+            _staged[:] = [staged]  # one is kept, its pages warm
+
+    pending = Pending(carry_out, f"saving {path}")
+    _pending.append(pending)
+    return pending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +151,11 @@ class Save:
         if rules is not None:
             cut = locals_of([_plain(said) for said in self._all], [said["place"] for said in self._all], rules)
             self._holdings = [{**mine, **_cut(mine, parts)} for mine, parts in zip(self._holdings, cut, strict=True)]
-            held = {**held, **{name: part.held(held[name].parts[0].tensor) for name, part in cut[ranks.rank].items()}}
+            mine = cut[ranks.rank]
+            held = {
+                **held,
+                **together(ranks, "save", lambda: {n: one.held(held[n].parts[0].tensor) for n, one in mine.items()}),
+            }
         self._tree = merge([codec.decode(said["tree"], lambda name: Ref(name=name)) for said in self._all])
         self._jobs = share(self._holdings)
         jobs = self._jobs[ranks.rank]
@@ -246,7 +241,7 @@ def _prepare(tree: Mapping[str, Any], ranks: Ranks, place: Mapping[str, int] | N
                 held.shape,
                 [[part.box.offset, part.box.shape] for part in held.parts],
                 name in described.leading,
-                _digest(held, large=name in described.doubtful) if ranks.size > 1 else None,
+                _digest(held, sample=name in described.sampled) if ranks.size > 1 else None,
             ]
             for name, held in described.held.items()
         },
@@ -259,20 +254,21 @@ def _prepare(tree: Mapping[str, Any], ranks: Ranks, place: Mapping[str, int] | N
     return described, json.dumps(said).encode()
 
 
-def _digest(held: Held, *, large: bool) -> str | None:
-    """What tells copies apart: all of a tensor that is small or could be a worker's own, samples of others.
+def _digest(held: Held, *, sample: bool) -> str | None:
+    """What tells copies apart: all of a tensor, or samples of what is very likely one and large.
 
     Parts that a script has cut by hand, and that it forgot to give rules for, look like copies: never in silence.
     """
     whole = [part.tensor for part in held.parts if part.box.shape == held.shape and part.box.numel]
     if not whole:
         return None
-    return checksum(bytes_of(whole[0] if large or whole[0].nbytes <= SMALL else _samples(whole[0])))
+    enough = sample and whole[0].nbytes > SMALL and whole[0].is_contiguous()
+    return checksum(bytes_of(_samples(whole[0]) if enough else whole[0]))
 
 
 def _samples(tensor: torch.Tensor) -> torch.Tensor:
     """A few stretches of a large tensor, evenly spread."""
-    flat = tensor.reshape(-1)  # by values, not by memory: another worker's copy may have other strides
+    flat = tensor.view(-1)
     length = SMALL // SAMPLES // tensor.element_size()
     return torch.cat([flat[start : start + length] for start in range(0, flat.numel(), flat.numel() // SAMPLES)])
 

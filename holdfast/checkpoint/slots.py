@@ -52,6 +52,11 @@ def _matching(
     """Which of the checkpoint's parameters each of ours is: by its names, or both by number."""
     ours = [key for group in keys for key in group]
     theirs = [key for group in groups for key in group["params"]]
+    if any(isinstance(key, int) for key in ours) and not any(isinstance(key, int) for key in theirs):
+        raise CheckpointError(
+            f"{filler.catalogue.root}: {name_of(path)} has names for its parameters, here they have none",
+            hint="load the module beside the optimizer",
+        )
     if any(isinstance(key, int) for key in [*ours, *theirs]):
         # torch's own way: the same optimizer over the same parameters in the same order.
         here, there = [len(group) for group in keys], [len(group["params"]) for group in groups]
@@ -61,7 +66,7 @@ def _matching(
                 hint="save and load the module beside the optimizer: then its parameters have names",
             )
         return {mine: [found] for mine, found in zip(ours, theirs, strict=True)}
-    found = {key: _known_as(aliases[key], theirs, filler.catalogue.tied) for key in ours}
+    found = {key: _known_as(aliases[key], theirs, filler.tied) for key in ours}
     filler.refuse_missing([key for key in ours if not found[key]], path)
     return found
 
@@ -125,6 +130,10 @@ def _make(
     if isinstance(node, dict) and node.keys() != {NUMPY}:
         inside = present if isinstance(present, dict) else {}
         return {key: _make(filler, group, p, item, inside.get(key), (*path, key)) for key, item in node.items()}
+    if isinstance(node, list | tuple):
+        inside = dict(enumerate(present)) if isinstance(present, list | tuple) else {}
+        made = (_make(filler, group, p, item, inside.get(i), (*path, i)) for i, item in enumerate(node))
+        return type(node)(made)
     if not isinstance(node, Ref):
         return filler.value(node)
     entry = find(filler.catalogue, node.name)
@@ -135,6 +144,8 @@ def _make(
             f"{filler.catalogue.root}: {name_of(path)} has shape {entry.shape}, its parameter {shape}",
             hint="are the parameters in the order in which they were saved?",
         )
+    if isinstance(present, torch.Tensor) and not filler.take(present):
+        present = None
     target = _room(group, p, entry, present, path[-1], shape)
     filler.tensor(target, node, path)
     return target

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.checkpoint import index, series
-from holdfast.checkpoint.disk import explained
+from holdfast.checkpoint.background import Work
+from holdfast.checkpoint.disk import explained, make_folder
 from holdfast.checkpoint.formats import recognise
 from holdfast.checkpoint.load import fill
 from holdfast.checkpoint.save import Report, Save
@@ -65,12 +66,12 @@ class Saver:
         self._staged = Staged()
         self._members: list[str] = []  # who writes the snapshot that is staged
         self._save: Save | None = None
-        self._threads: list[threading.Thread] = []
+        self._works: list[Work] = []
         self._written = threading.Event()  # this worker has written its share of the last one
         self._written.set()
         self._everywhere = threading.Event()  # and so has everybody, or never will
         with explained(settings.root, "create"):
-            settings.root.mkdir(parents=True, exist_ok=True)
+            make_folder(settings.root.absolute())
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -115,9 +116,8 @@ class Saver:
             self._written, self._everywhere = threading.Event(), threading.Event()
             assert self._save is not None
             words = (self._save, step, cohort, self._written, self._everywhere)
-            thread = threading.Thread(target=self._carry_out, args=words, name=f"checkpoint {step}")
-            self._threads = [*(t for t in self._threads if t.is_alive()), thread]
-            thread.start()
+            work = Work(lambda: self._carry_out(*words), f"checkpoint {step}")
+            self._works = [*(known for known in self._works if not known.done), work]
 
         return Operation(kind=Kind.CHECKPOINT, attempt=attempt, apply=apply)
 
@@ -176,8 +176,8 @@ class Saver:
         """Returns when the last checkpoint is there, or will never be. Everybody has flushed, or is gone."""
         self.flush()
         self._everywhere.set()
-        for thread in self._threads:
-            thread.join()
+        for work in self._works:
+            work.join()
 
     # --- resuming --------------------------------------------------------------------------------
 

@@ -93,6 +93,27 @@ def test_when_one_cannot_write_the_old_checkpoint_stays_and_nothing_else(tmp_pat
     assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["data", "data", "index.json"]
 
 
+def save_in_groups(folder: Path) -> int:
+    """Ranks 1 and 2 are in a group that rank 0 has never heard of; then all save, and these two alone."""
+    rank = dist.get_rank()
+    pair = dist.new_group([1, 2], use_local_synchronization=True)
+    save(folder / "all", {f"of {rank}": torch.ones(1), "w": torch.ones(9)})
+    if rank:
+        save(folder / "pair", {f"of {rank}": torch.ones(1), "w": torch.ones(9)}, group=pair)
+        load(folder / "all", {f"of {rank}": torch.zeros(1)}, group=pair)
+    return current().size
+
+
+def test_ranks_may_be_in_different_groups(tmp_path: Path) -> None:
+    mine = World(3)
+    try:
+        assert mine.run(save_in_groups, tmp_path, seconds=20) == [3, 3, 3]
+    finally:
+        mine.close()
+    assert len(open_checkpoint(tmp_path / "all").files) == 3
+    assert sorted(open_checkpoint(tmp_path / "pair").tree) == ["of 1", "of 2", "w"]
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 

@@ -50,14 +50,19 @@ def open_checkpoint(
 
     ``rules`` (see :mod:`holdfast.checkpoint.rules`) describe a layout that cannot be derived.
     """
-    place = Path(path)
+    place = Path(path).absolute()
     with explained(place, "read"):
         missing = not place.exists()
     if missing and not format_of("fragments").recognise(place):
         raise CheckpointError(f"{place} does not exist", hint="check the path")
-    if format is None and (newest := series.newest(place)) is not None:
-        place = newest
+    newest = series.newest(place)
     chosen = format or recognise(place)
+    if newest is not None and chosen is not None and format is None:
+        raise CheckpointError(
+            f"{place} is a checkpoint ({chosen}) and has {newest.name} in it", hint="name one of them"
+        )
+    if newest is not None and format is None:
+        place, chosen = newest, recognise(newest)
     if chosen is None:
         raise CheckpointError(f"{place} is not a checkpoint of a known format", hint=f"known are {', '.join(_MODULES)}")
     module = format_of(chosen)

@@ -193,9 +193,9 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, max_
     Of tied names the first is kept, and the file says which others are the same.
     """
     arrays, tied = _model(catalogue)
-    for array in arrays:
-        if array.dtype in PAIRS:  # our own files hold them as pairs; nobody else would know
-            raise UsageError(f"{array.name} is {array.dtype}, which safetensors files cannot hold")
+    for one in arrays:
+        if one.dtype in PAIRS:  # our own files hold them as pairs; nobody else would know
+            raise UsageError(f"{one.name} is {one.dtype}, which safetensors files cannot hold")
     if path.suffix == ".safetensors":
         with appearing(path) as unfinished:
             write_safetensors(unfinished, arrays, metadata={"format": "pt", **tied}, progress=progress)
