@@ -119,7 +119,7 @@ class Run:
         )
         self.tolerate = tolerate
         self._progress: dict[str, Any] = {"step": 0, "results": {}}
-        self._state = State(model, update, self._progress)
+        self._state = State(model, update, self._progress, exact=exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._saver: Saver | None = None
         if checkpoint is not None:
@@ -172,7 +172,8 @@ class Run:
             self._save_if_due()
             self._cohort.boundary()
         self._move_to(f"after {total}")
-        self._save_if_due(last=True)
+        if self.step == total:  # a joiner's script runs through loops that are long over
+            self._save_if_due(last=True)
 
     def finish(self) -> None:
         """Called at the end of the script: nobody leaves before all have committed the last step.
@@ -180,19 +181,16 @@ class Run:
         A worker whose last vote broke needs somebody to tell it that the step is committed.
         """
         if self._cohort.group is not None:
-            self._cohort.commit(Operation(kind=Kind.END, attempt=self._flush))
+            self._save_if_due(last=True)  # the loop may have been left
+            if self._saver is not None:
+                self._saver.settle(self._cohort)
+            self._cohort.commit(Operation(kind=Kind.END, attempt=lambda group: []))
             self._cohort.membership.finished()
-        self.leave()
 
     def leave(self) -> None:
         """Returns when no checkpoint is being written any more."""
         if self._saver is not None:
-            self._saver.finish()
-
-    def _flush(self, group: Group) -> list[float]:
-        if self._saver is not None:
-            self._saver.flush()
-        return []
+            self._saver.leave()
 
     def _save_if_due(self, *, last: bool = False) -> None:
         if self._saver is not None:
@@ -213,9 +211,9 @@ class Run:
             engine.apply(number)
             self._progress["step"] = number + 1
 
-        begin = time.monotonic()
+        begin, generation = time.monotonic(), cohort.generation
         loss = cohort.commit(Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop))
-        if self._saver is not None:
+        if self._saver is not None and cohort.generation == generation:  # a recovery is not the cost of a save
             self._saver.costs.step(time.monotonic() - begin, saving=self._saver.busy)
         self._event("commit", step=number, loss=loss)
         self._check_tolerance()

@@ -31,9 +31,9 @@ class Work:
         """Whether it is over, well or badly."""
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Returns when it is over; an error stays for ``wait``."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        """Returns when it is over, or after so long; an error stays for ``wait``."""
+        self._thread.join(seconds)
 
     def wait(self) -> None:
         """Returns when it is over, or raises what went wrong."""

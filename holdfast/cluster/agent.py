@@ -20,6 +20,7 @@ from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
 
 GRACE_SECONDS = 30.0  # for workers to reach a step boundary after they were asked to leave
+WRITING_SECONDS = 600.0  # and for what they still write then
 REPLACE_AFTER_SECONDS = 2.0  # at the latest; usually as soon as the survivors have recovered
 TOKEN_HINT = "set the same HOLDFAST_TOKEN, or --token-file, on every machine"
 
@@ -77,8 +78,10 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None
         self._serial = 0
         self._restarts = 0
+        self._slots = settings.workers
         self._begun = False
         self._leaving = False
+        self._patience: asyncio.TimerHandle | None = None
         self._code: int | None = None
         self._replacements: list[tuple[int, float]] = []  # (slot, at the latest when)
         self._recovered = False
@@ -163,7 +166,7 @@ class Agent:
         """Keeps the connection to the coordinator."""
         since = time.monotonic()
         while True:
-            slots = 0 if self._leaving else self.settings.workers
+            slots = 0 if self._leaving else self._slots
             hello = {"role": "agent", "host": self.host, "slots": slots, "begun": self._begun}
             try:
                 reader, self._writer = await wire.connect(self.address, self.settings.token, hello)
@@ -242,7 +245,12 @@ class Agent:
                 self._start(self.settings.workers + spare)
 
     def _told_to_stop(self, code: int, text: str) -> None:
-        if self._leaving:
+        if self._leaving and code == 0 and self.workers:
+            # They go by themselves, as soon as they have written what they have begun to write.
+            if self._patience is not None:
+                self._patience.cancel()
+            self._patience = asyncio.get_running_loop().call_later(WRITING_SECONDS, self._end, self._code or 0)
+        elif self._leaving:
             self._end(code)  # its own signal has set the exit code already
         elif code:
             self._end(code, text if text.startswith(("Traceback", "holdfast")) else f"holdfast: {text}")
@@ -307,6 +315,8 @@ class Agent:
             self._say(worker.error["text"])
         elif self._restarts >= self.settings.max_restarts:
             self._say(f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up")
+            self._slots -= 1
+            self._tell({"type": "slots", "slots": self._slots})  # nobody has to wait for this one
         else:
             self._restarts += 1
             self._recovered = False
@@ -342,4 +352,4 @@ class Agent:
             worker.ask_to_leave()
         if not self.workers:
             self._end(0)
-        asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end, 128 + number)
+        self._patience = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end, 128 + number)

@@ -27,7 +27,8 @@ def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], targ
     >>> compose(standings={"0.0": a}, waiting=["0.2", "0.3"], target=2).members
     ('0.0', '0.2')
     """
-    stay = {w: s for w, s in standings.items() if not s.leaving}
+    # Elsewhere leavers stay for one more operation: if all leave, they may have to save first.
+    stay = {w: s for w, s in standings.items() if not (s.leaving and s.boundary)}
     room = max(0, target - len(stay)) if _all_at_one_boundary(standings) else 0
     joiners = sorted(waiting, key=worker_order)[:room]
     if standings and not stay and not joiners:

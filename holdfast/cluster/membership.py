@@ -29,7 +29,8 @@ class Standing:
     says that it voted for the next one and still holds that one's complete result. ``boundary``: it is
     between two steps, where joiners may come in; ``broken``: the generation failed it. ``result`` is
     the value of the last committed operation, for those that have to roll forward to it. ``resumable``:
-    if nobody holds the state any more, a checkpoint may.
+    if nobody holds the state any more, a checkpoint may. ``spoilt``: it was being given the state when that
+    broke off, so that it no longer has even the initial one. ``everybody_leaves``: as its last vote said.
     """
 
     operation: int | None = None
@@ -39,6 +40,8 @@ class Standing:
     leaving: bool = False
     result: float | None = None
     resumable: bool = False
+    spoilt: bool = False
+    everybody_leaves: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,7 +245,10 @@ class Roster:
         return compose.first_generation(slots=slots, minimum_hosts=self.minimum_hosts, waiting=waiting)
 
     def _begin(self, names: Iterable[str], reason: str) -> None:
-        self._announce(sorted(names, key=worker_order)[: self._target()], reason)
+        ordered = sorted(names, key=worker_order)
+        for name in ordered[self._target() :]:  # one that never got the state waits like any other
+            self.workers[name].fresh = True
+        self._announce(ordered[: self._target()], reason)
 
     def _begin_again(self, names: Iterable[str], lost: str) -> None:
         """Nobody has the state: from the last checkpoint on whatever there is, or it is the end."""

@@ -108,6 +108,7 @@ def run_worker(order: Order, lifeline: int) -> int:
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
         _tell_agent(lifeline, {"text": f"the script exited with {e.code!r}", "code": code, "final": False})
+        leave()
         return code
     except HoldfastError as e:
         print(f"holdfast: {e}", file=sys.stderr)
@@ -118,6 +119,7 @@ def run_worker(order: Order, lifeline: int) -> int:
         text = traceback.format_exc()
         print(text, file=sys.stderr)
         _tell_agent(lifeline, {"text": text[-8000:], "code": 1, "final": False, "shown": True})
+        leave()
         return 1
 
 

@@ -10,6 +10,7 @@ import torch
 from holdfast import codec
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.update import Update
+from holdfast.errors import CheckpointError
 
 
 class State:
@@ -18,10 +19,11 @@ class State:
     ``progress`` is whatever else a joiner needs to know, such as the step.
     """
 
-    def __init__(self, model: LayeredModel, update: Update, progress: dict[str, Any]) -> None:
+    def __init__(self, model: LayeredModel, update: Update, progress: dict[str, Any], *, exact: bool = True) -> None:
         self.model = model
         self.update = update
         self.progress = progress
+        self._exact = exact
 
     def __len__(self) -> int:
         return len(self.model.layers) + 1
@@ -55,7 +57,7 @@ class State:
             **self.targets(),
             "scheduler": self.update.settings()["scheduler"],
             "step": self.progress["step"],
-            "run": {"progress": self.progress, "transient": self._transient()},
+            "run": {"progress": self.progress, "transient": self._transient(), "made_of": self._made_of()},
         }
 
     def targets(self) -> dict[str, Any]:
@@ -66,15 +68,26 @@ class State:
     @torch.no_grad()
     def restore(self, filled: dict[str, Any]) -> None:
         """Takes over the values that were read with ``targets``."""
+        run = filled["run"]
+        for what, before, now in zip(("optimizer", "scheduler"), run["made_of"], self._made_of(), strict=True):
+            if before != now:
+                raise CheckpointError(f"the {what} was a {before} and is a {now}", hint="resume with the same one")
         if self.update.scheduler is not None:
             self.update.scheduler.load_state_dict(filled["scheduler"])
         for name, buffer in self._transient().items():
-            buffer.copy_(filled["run"]["transient"][name])
+            if name not in run["transient"]:
+                raise CheckpointError(f"the checkpoint has no buffer {name}", hint="resume with the same model")
+            buffer.copy_(run["transient"][name])
         self.progress.clear()
         self.progress.update(filled["run"]["progress"])
 
+    def _made_of(self) -> list[str]:
+        return [type(self.update.optimizer).__name__, type(self.update.scheduler).__name__]
+
     def _transient(self) -> dict[str, torch.Tensor]:
         """Buffers that a module does not want to be saved; a run that goes on exactly needs them all the same."""
+        if not self._exact:  # there they may differ between workers
+            return {}
         saved = self.model.module.state_dict()
         return {name: buffer for name, buffer in self.model.module.named_buffers() if name not in saved}
 

@@ -19,7 +19,7 @@ from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Membership, Standing
 from holdfast.engine.state import State
-from holdfast.errors import Broken, UsageError
+from holdfast.errors import Broken, HoldfastError, UsageError
 from holdfast.plan.tree import tree_sum
 from holdfast.recovery.copy import copy_state
 from holdfast.recovery.settle import Settlement, settle
@@ -55,13 +55,15 @@ class Cohort:
         device: torch.device,
         events: Events,
         *,
-        resume: Callable[[], None] | None = None,
+        resume: Callable[[], bool] | None = None,
     ) -> None:
-        """``resume`` fills the state from a checkpoint, if there is one: called where nobody else has it."""
+        """``resume`` fills the state from a checkpoint, and tells if there was one: called where nobody else has it."""
         self.membership = membership
         self.group: Group | None = None
         self.everybody_leaves = False  # as the last vote said
         self._resume = resume
+        self._spoilt = False
+        self._leaves = False  # as this worker has told the others
         self._state = state
         self._device = device
         self._events = events
@@ -133,9 +135,9 @@ class Cohort:
     def _vote(self, operation: Operation, values: list[float]) -> float:
         """Whoever gets through here knows that every member holds the operation's complete result."""
         assert self.group is not None
-        joiners, leave = self.membership.wishes()
+        joiners, self._leaves = self.membership.wishes()
         faults.point("vote")
-        ballot = torch.tensor([operation.kind, joiners, leave, *values], dtype=torch.float64)
+        ballot = torch.tensor([operation.kind, joiners, self._leaves, *values], dtype=torch.float64)
         ballot = ballot.to(self._device)
         self._voted = operation
         self.group.vote(ballot)
@@ -186,15 +188,16 @@ class Cohort:
                 broken = True
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
-        _, leave = self.membership.wishes()
         return Standing(
             operation=self._operation,
             voted=self._voted is not None,
             boundary=boundary,
             broken=broken,
-            leaving=leave,
+            leaving=self._leaves,  # not a wish since then: those who leave together must have voted on it
             result=self._result,
             resumable=self._resume is not None,
+            spoilt=self._spoilt,
+            everybody_leaves=self.everybody_leaves,
         )
 
     def _enter(self, generation: Generation) -> None:
@@ -228,7 +231,7 @@ class Cohort:
         operation = self._voted
         assert operation is not None, "only a worker that has voted can roll forward"
         newest = next(m.standing for m in generation.members if m.standing.operation == settlement.operation)
-        self._result = newest.result
+        self._result, self.everybody_leaves = newest.result, newest.everybody_leaves
         operation.apply()
         self._voted = None
         self._operation = settlement.operation
@@ -241,13 +244,16 @@ class Cohort:
     def _copy(self, generation: Generation, settlement: Settlement) -> int:
         assert self.group is not None
         if self.membership.worker in settlement.holders and self._operation is None:
-            if self._resume is not None:  # the begin: this worker's own state is the first
-                self._resume()
-            self._operation = settlement.operation
+            resumed = self._resume is not None and self._resume()  # the begin: this worker's own state is the first
+            if self._spoilt and not resumed:
+                raise HoldfastError("the state was lost while it was copied, and there is no checkpoint")
+            self._operation, self._spoilt = settlement.operation, False
         if not settlement.receivers:
             return 0
         holders = [generation.rank_of(worker) for worker in settlement.holders]
         receivers = [generation.rank_of(worker) for worker in settlement.receivers]
         if self.membership.worker in settlement.receivers:
-            self._operation = None  # until the last part is in, it holds nothing
-        return copy_state(self.group, self._state, holders=holders, receivers=receivers)
+            self._operation, self._spoilt = None, True  # until the last part is in, it holds nothing
+        received = copy_state(self.group, self._state, holders=holders, receivers=receivers)
+        self._spoilt = False
+        return received

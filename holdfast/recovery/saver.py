@@ -13,25 +13,37 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.checkpoint import index, series
 from holdfast.checkpoint.background import Work
 from holdfast.checkpoint.disk import explained, make_folder
 from holdfast.checkpoint.formats import recognise
-from holdfast.checkpoint.load import fill
+from holdfast.checkpoint.load import Filler
+from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.save import Report, Save
 from holdfast.checkpoint.write import Staged
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.engine.state import State
-from holdfast.errors import CheckpointError, HoldfastError, UsageError
+from holdfast.errors import Broken, CheckpointError, HoldfastError, UsageError
 from holdfast.plan import interval
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.reports import GroupRanks, collect, post
 
+PATIENCE = 10.0  # seconds that training waits for the last checkpoint to be written, before it does without one
+LONGEST = 600.0  # seconds that a worker which leaves waits for its disk
+SKIP = -1e12  # the vote of one who cannot take part, whatever the others say
 LITTER = 600.0  # seconds after which what lies in an unfinished checkpoint's folder is nobody's
+
+
+class Unfit(Exception):
+    """A checkpoint is sound, but not of this model."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +82,6 @@ class Saver:
         self._written = threading.Event()  # this worker has written its share of the last one
         self._written.set()
         self._everywhere = threading.Event()  # and so has everybody, or never will
-        with explained(settings.root, "create"):
-            make_folder(settings.root.absolute())
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -87,8 +97,33 @@ class Saver:
         due = last or cohort.everybody_leaves or step >= progress.get("due", self._first)
         if due and step != progress.get("saved", 0):
             faults.at_step(step)
-            progress["saved"] = step
             cohort.commit(self._operation(cohort, step))
+        if cohort.everybody_leaves:
+            self.settle(cohort)
+
+    def settle(self, cohort: Cohort) -> None:
+        """Before all leave: returns when the last checkpoint is there, taken again if who should commit it is lost."""
+        progress = self._state.progress
+        for again in (False, True):
+            cohort.commit(Operation(kind=Kind.CHECKPOINT, attempt=lambda group: self._flushed()))
+            there = cohort.commit(Operation(kind=Kind.CHECKPOINT, attempt=self._committed))
+            if there or again or "saved" not in progress:
+                return
+            progress["saved"] = None
+            cohort.commit(self._operation(cohort, progress["step"]))
+
+    def _flushed(self) -> list[float]:
+        self.flush(LONGEST)
+        return []
+
+    def _committed(self, group: Group) -> list[float]:
+        """The first worker's word that the last checkpoint exists."""
+        if group.rank:
+            return [0.0]
+        self._everywhere.set()  # all have voted that they have written
+        self.leave()
+        saved = self._state.progress.get("saved")
+        return [float(saved is not None and index.exists(series.folder_of(self.settings.root, saved)))]
 
     @property
     def _first(self) -> int:
@@ -101,25 +136,41 @@ class Saver:
 
         def attempt(group: Group) -> list[float]:
             begin = time.monotonic()
-            self.flush()  # the staging area is still being written from
-            ranks = GroupRanks(group, self._state.model.device)
-            self._save = Save(series.folder_of(self.settings.root, step), self._state.tree(), ranks)
-            self._staged.take(self._save.image)
-            self._members = group.generation.workers
-            faults.point("snapshot")
+            try:
+                self._snapshot(group, step)
+            except Broken:
+                raise
+            except Exception as e:
+                self._complain(step, e)
+                return [SKIP]
             self.costs.save(stall=time.monotonic() - begin)
             return [self._steps_to_next()] if group.rank == 0 else [0.0]
 
         def apply() -> None:
-            self._state.progress["due"] = step + int(cohort.result)
-            self._everywhere.set()  # each has flushed before it voted
-            self._written, self._everywhere = threading.Event(), threading.Event()
-            assert self._save is not None
-            words = (self._save, step, cohort, self._written, self._everywhere)
-            work = Work(lambda: self._carry_out(*words), f"checkpoint {step}")
-            self._works = [*(known for known in self._works if not known.done), work]
+            skipped = cohort.result < 0  # somebody could not take part
+            steps = self._first if skipped else int(cohort.result)
+            self._state.progress |= {"saved": step, "due": step + steps}
+            if not skipped:
+                self._start(cohort, step)
 
         return Operation(kind=Kind.CHECKPOINT, attempt=attempt, apply=apply)
+
+    def _snapshot(self, group: Group, step: int) -> None:
+        if not self.flush(PATIENCE):  # the staging area is still being written from
+            raise CheckpointError("the last one is still being written", hint="a slow disk? save less often")
+        ranks = GroupRanks(group, self._state.model.device)
+        self._save = Save(series.folder_of(self.settings.root.absolute(), step), self._state.tree(), ranks)
+        self._staged.take(self._save.image)
+        self._members = group.generation.workers
+        faults.point("snapshot")
+
+    def _start(self, cohort: Cohort, step: int) -> None:
+        self._everywhere.set()  # each has flushed before it voted
+        self._written, self._everywhere = threading.Event(), threading.Event()
+        assert self._save is not None
+        words = (self._save, step, cohort, self._written, self._everywhere)
+        work = Work(lambda: self._carry_out(*words), f"checkpoint {step}")
+        self._works = [*(known for known in self._works if not known.done), work]
 
     def _steps_to_next(self) -> float:
         if self.settings.every != "auto":
@@ -146,74 +197,103 @@ class Saver:
             faults.point("write")
             try:
                 post(save, save.write(self._staged.fill, threads=2))
-            except (HoldfastError, OSError):
+            except BaseException:
                 post(save, None)  # whoever commits need not wait for us
                 raise
             finally:
                 written.set()
             if save.ranks.rank == 0:
                 self._commit(save, step, collect(save, members, alive=lambda: cohort.workers, everywhere=everywhere))
-        except (HoldfastError, OSError) as e:
-            # No reason to stop training; silence would be one.
-            self._events.write("checkpoint-failed", step=step, reason=str(e))
-            print(f"holdfast: no checkpoint of step {step}: {e}; training goes on", file=sys.stderr, flush=True)
+        except Exception as e:
+            self._complain(step, e)
 
     def _commit(self, save: Save, step: int, reports: Sequence[Report]) -> None:
         faults.point("commit")
         save.details["seconds"] = self._seconds()
         save.commit(reports)
         self._events.write("checkpoint", step=step, bytes=sum(report.written.bytes for report in reports))
+        try:
+            self._retire(step)
+        except (HoldfastError, OSError) as e:
+            print(f"holdfast: cannot remove old checkpoints: {e}", file=sys.stderr, flush=True)
+
+    def _retire(self, newest: int) -> None:
+        """Newer ones can only be such as could not be resumed from; they are not what is kept."""
         root, settings = self.settings.root, self.settings
-        for old in series.to_delete(series.steps_in(root), keep=settings.keep, keep_every=settings.keep_every):
+        steps = [step for step in series.steps_in(root) if step <= newest]
+        for old in series.to_delete(steps, keep=settings.keep, keep_every=settings.keep_every):
             series.delete(root, old)
-        series.clean(root, before=step, idle=LITTER)
+        series.clean(root, before=newest, idle=LITTER)
 
-    def flush(self) -> None:
-        """Returns when this worker has written its share of the last checkpoint."""
-        self._written.wait()
+    def _complain(self, step: int, error: Exception) -> None:
+        """A checkpoint that cannot be had is no reason to stop training; silence would be one."""
+        self._events.write("checkpoint-failed", step=step, reason=str(error))
+        print(f"holdfast: no checkpoint of step {step}: {error}; training goes on", file=sys.stderr, flush=True)
 
-    def finish(self) -> None:
-        """Returns when the last checkpoint is there, or will never be. Everybody has flushed, or is gone."""
-        self.flush()
-        self._everywhere.set()
-        for work in self._works:
-            work.join()
+    def flush(self, seconds: float) -> bool:
+        """Whether this worker has written its share of the last checkpoint, after waiting for so long."""
+        return self._written.wait(seconds)
+
+    def leave(self) -> None:
+        """Returns when this worker writes no more."""
+        if self.flush(LONGEST):
+            for work in self._works:
+                work.join(LONGEST)
 
     # --- resuming --------------------------------------------------------------------------------
 
-    def resume(self) -> None:
-        """Fills the state from the newest checkpoint that can be read; a fresh start only where there is none."""
+    def resume(self) -> bool:
+        """Fills the state from the newest checkpoint that is sound; a fresh start only where there is none."""
         root = self.settings.root
-        if (foreign := recognise(root)) is not None:
+        with explained(root, "create"):
+            make_folder(root.absolute())
+        steps = series.steps_in(root)
+        if not steps and (foreign := recognise(root)) is not None:
             raise CheckpointError(
                 f"{root} is itself a checkpoint ({foreign}), not a folder for a run's",
                 hint="fill the model from it with holdfast.checkpoint.load, and give the run another folder",
             )
-        failures: list[HoldfastError] = []
-        for step in reversed(series.steps_in(root)):
+        failures: list[CheckpointError] = []
+        for step in reversed(steps):
             try:
-                self._load(series.folder_of(root, step))
-                return
+                catalogue = index.open(series.folder_of(root, step))
+                filler, into = self._plan(catalogue)
+                filler.carry_out()
+            except Unfit as e:  # not damage: no older one would fit better
+                raise e.error from e
             except CheckpointError as e:
                 failures.append(e)
                 print(f"holdfast: cannot resume from step {step}: {e}", file=sys.stderr, flush=True)
+            else:
+                self._take_over(catalogue, into)
+                return True
         if failures:
             raise failures[0]
         print(f"holdfast: no checkpoint in {root} yet: training starts at step 0", flush=True)
+        return False
 
-    def _load(self, folder: Path) -> None:
-        catalogue = index.open(folder)
+    def _plan(self, catalogue: Catalogue) -> tuple[Filler, dict[str, Any]]:
+        filler, into = Filler(catalogue, cast=False, layout={}), self._state.targets()
+        try:
+            filler.plan(into)
+            filler.refuse_unexpected([filler.left])
+        except CheckpointError as e:
+            raise Unfit(e) from e
+        return filler, into
+
+    def _take_over(self, catalogue: Catalogue, into: dict[str, Any]) -> None:
         label = self._state.progress["label"]
-        self._state.restore(fill(catalogue, self._state.targets()))
+        self._state.restore(into)
         progress = self._state.progress
-        print(f"holdfast: resumed from {folder}", flush=True)
+        print(f"holdfast: resumed from {catalogue.root}", flush=True)
         if progress["label"] != label:
             print(f"holdfast: with other settings than before: {label}; then: {progress['label']}", flush=True)
         progress |= {
             "label": label,
+            "saved": progress["step"],
             "due": progress["step"] + self._first,
             "resumed": progress.get("resumed", 0) + 1,
             "seconds": catalogue.details.get("seconds", 0.0),
         }
-        self._events.write("resumed", step=progress["step"], path=str(folder))
+        self._events.write("resumed", step=progress["step"], path=str(catalogue.root))
         series.clean(self.settings.root, before=progress["step"])

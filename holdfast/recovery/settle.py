@@ -33,12 +33,13 @@ def settle(standings: Mapping[str, Standing]) -> Settlement:
     order = sorted(standings, key=worker_order)
     known = [s.operation for s in standings.values() if s.operation is not None]
     if not known:  # the begin: the first worker's model is everybody's
+        first = next((w for w in order if not standings[w].spoilt), order[0])
         return Settlement(
             operation=0,
             forward=(),
-            receivers=tuple(order[1:]),
-            holders=(order[0],),
-            reason=f"worker {order[0]} has the initial state",
+            receivers=tuple(w for w in order if w != first),
+            holders=(first,),
+            reason=f"worker {first} has the initial state",
         )
     newest = max(known)
     forward = [w for w in order if standings[w].operation == newest - 1 and standings[w].voted]
