@@ -163,3 +163,17 @@ def test_the_first_generation_waits_for_all_hosts_and_slots(
 def test_an_error_ends_the_run_when_it_comes_again_or_leaves_nobody(earlier: list[str], alive: int, stop: bool) -> None:
     verdict = judge_error(error="KeyError: 'x'", earlier=earlier, alive=alive)
     assert verdict.stop == stop
+
+
+def test_leavers_go_at_a_boundary_only() -> None:
+    """Elsewhere they may have to save first: if all leave, their next vote shows it to them."""
+    leaving = Standing(operation=4, leaving=True)
+    assert compose(standings={"0.0": leaving, "0.1": leaving}, waiting=[], target=0).members == ("0.0", "0.1")
+    at_boundary = replace(leaving, boundary=True)
+    assert compose(standings={"0.0": at_boundary, "0.1": at_boundary}, waiting=[], target=0).members == ()
+
+
+def test_a_spoilt_state_is_nobodys_begin() -> None:
+    spoilt, fresh = Standing(spoilt=True), Standing()
+    assert settle({"0.0": spoilt, "0.1": fresh}).holders == ("0.1",)
+    assert settle({"0.0": fresh, "0.1": fresh}).holders == ("0.0",)

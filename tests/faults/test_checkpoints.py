@@ -7,15 +7,18 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from holdfast.checkpoint import load, open_checkpoint, save, series
 from holdfast.checkpoint.read import read_tensor
 from holdfast.cluster.agent import Agent
-from tests.harness import Result, count_events, launch, until
+from tests.harness import TRAIN, Result, count_events, launch, until
 
 STEPS = 14
 
@@ -187,6 +190,72 @@ def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(tmp_path: Pa
     assert result.sha256 == undisturbed(30).sha256
     assert result.of("checkpoint-failed")
     assert "training goes on" in logs(tmp_path / "a")
+
+
+def test_a_joiner_does_not_save_for_a_loop_that_is_over(tmp_path: Path) -> None:
+    more = {"FIRST_LOOP": "5", "STEPS": "20", "EVERY": "1000", "WANTED": "2", "PATIENT": "6"}
+    result = run(tmp_path, "a", workers=2, faults="kill worker=0.1 step=6 phase=backward", more=more)
+    assert result.code == 0, result.said
+    assert [e["step"] for e in result.of("checkpoint")] == [5, 20]
+
+
+def test_a_loop_that_is_left_is_saved_at_the_end(tmp_path: Path) -> None:
+    result = run(tmp_path, "a", more={"BREAK": "4", "EVERY": "1000"})
+    assert result.code == 0
+    assert series.steps_in(tmp_path / "saved") == [5]
+
+
+def test_with_no_restarts_left_the_others_go_on_from_the_checkpoint(tmp_path: Path, undisturbed) -> None:
+    faults = "; ".join(f"kill worker=0.{i} step=8 phase=backward" for i in (0, 1))
+    result = run(tmp_path, "a", workers=2, faults=faults, max_restarts=1)
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert len(result.results) == 1
+
+
+def test_whoever_should_commit_the_last_one_is_killed_and_it_is_taken_again(tmp_path: Path, undisturbed) -> None:
+    result = run(tmp_path, "a", faults=f"kill worker=0.0 step={STEPS} phase=commit")
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert series.steps_in(tmp_path / "saved")[-1] == STEPS
+
+
+def test_what_could_not_be_resumed_from_is_not_what_is_kept(tmp_path: Path) -> None:
+    run(tmp_path, "a", more={"STEPS": "7", "KEEP": "2"})
+    damage(tmp_path / "saved" / "step-00000007")
+    run(tmp_path, "b", more={"STEPS": "8", "KEEP": "1", "EVERY": "1"})
+    third = run(tmp_path, "c", more={"STEPS": "9", "KEEP": "1", "EVERY": "1"})
+    assert steps_of(third) == [8]
+
+
+def test_the_model_may_lie_in_the_same_folder(tmp_path: Path, undisturbed) -> None:
+    run(tmp_path, "a", more={"STEPS": "7"})
+    save_file({"w": torch.zeros(1)}, tmp_path / "saved" / "model.safetensors")
+    assert run(tmp_path, "b").sha256 == undisturbed(STEPS).sha256
+
+
+def test_a_folder_that_is_a_foreign_checkpoint_is_refused(tmp_path: Path, capfd) -> None:
+    (tmp_path / "saved").mkdir()
+    save_file({"w": torch.zeros(1)}, tmp_path / "saved" / "model.safetensors")
+    assert run(tmp_path, "a").code == 4
+    assert "is itself a checkpoint (hf)" in capfd.readouterr().err
+
+
+def test_another_optimizer_is_refused(tmp_path: Path, capfd) -> None:
+    run(tmp_path, "a", more={"STEPS": "4"})
+    assert run(tmp_path, "b", more={"OPTIMIZER": "SGD"}).code == 4
+    assert "the optimizer was a AdamW and is a SGD" in capfd.readouterr().err
+
+
+def test_without_an_agent_the_last_checkpoint_is_completed_before_the_script_ends(tmp_path: Path) -> None:
+    """With files of several blocks, whose writing needs threads that an interpreter at its end does not start."""
+    settings = {**os.environ, **environment(tmp_path, STEPS="2", WIDTH="1500", EVERY="1000")}
+    settings["RESULTS"] = str(tmp_path / "results")
+    for steps in ("2", "3"):
+        done = subprocess.run(
+            [sys.executable, str(TRAIN)], env={**settings, "STEPS": steps}, cwd=TRAIN.parents[2], check=True,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert series.steps_in(tmp_path / "saved")[-1] == int(steps), done.stderr
+    assert "resumed from" in done.stdout
 
 
 def test_auto_saves_at_the_end_and_says_why_it_chose(tmp_path: Path, undisturbed) -> None:

@@ -29,7 +29,7 @@ def main() -> None:
     run = holdfast.Run(
         layers=[*layers, nn.Linear(width, 1)],
         loss=nn.functional.mse_loss,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        optimizer=lambda params: getattr(torch.optim, setting("OPTIMIZER", "AdamW"))(params, lr=1e-2),
         schedule=lambda step: 1e-2 / (1 + 0.1 * step),
         data=Waves(),
         global_batch=GLOBAL_BATCH,
@@ -37,8 +37,13 @@ def main() -> None:
         clip_norm=1.0,
         numerics=setting("NUMERICS", "exact"),
         checkpoint=setting("CHECKPOINT"),
+        keep=int(setting("KEEP", "3")),
         every="auto" if setting("EVERY") == "auto" else int(setting("EVERY", "3")),
     )
+    if setting("FIRST_LOOP"):
+        for _ in run.steps(int(setting("FIRST_LOOP", "0"))):
+            pass
+        run.evaluate(Waves())
     wanted = int(setting("WANTED", "0"))  # slow down until so many workers train
     patient = int(setting("PATIENT", "0"))  # from this step on
     for step in run.steps(int(setting("STEPS", "10"))):
@@ -46,6 +51,8 @@ def main() -> None:
             time.sleep(0.02)
         if step.number % 7 == 6:
             run.evaluate(Waves())
+        if step.number == int(setting("BREAK", "-1")):
+            break
     line = json.dumps({"worker": os.environ.get("HOLDFAST_WORKER"), "sha256": run.sha256(), "pid": os.getpid()})
     with open(os.environ["RESULTS"], "a") as results:
         results.write(line + "\n")
