@@ -18,9 +18,11 @@ from holdfast import codec
 from holdfast.checkpoint import index
 from holdfast.checkpoint.compare import flat_wants
 from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_folder, write_blocks
-from holdfast.checkpoint.facts import count, groups_of, refs
-from holdfast.checkpoint.formats import format_of, recognise
+from holdfast.checkpoint.facts import count, dicts, groups_of, refs
+from holdfast.checkpoint.formats import deepspeed_write, format_of, recognise
+from holdfast.checkpoint.formats.numbering import in_model_order
 from holdfast.checkpoint.formats.output import appearing
+from holdfast.checkpoint.objects import NUMPY
 from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece, Ref, Stored, name_of, row_major, whole
 from holdfast.checkpoint.read import Want, read
 from holdfast.checkpoint.write import Array, Image
@@ -77,7 +79,8 @@ def _replace(path: Path, new: Path) -> None:
         os.rename(path, old)
         os.rename(new, path)
         sync_folder(path.parent)
-        old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)
+        # Of a link, the link: what it leads to is not ours to remove.
+        old.unlink() if old.is_symlink() or old.is_file() else shutil.rmtree(old, ignore_errors=True)
 
 
 # --- what is converted ----------------------------------------------------------------------------
@@ -122,12 +125,42 @@ def left_behind(catalogue: Catalogue, to: str) -> list[str]:
                 hint="holdfast ckpt inspect shows what it has",
             )
         lost += [_section(key, node) for key, node in catalogue.tree.items() if key != "model"]
-    if to == "deepspeed-universal" and (halves := _halves(catalogue)):
-        lost.append(f"the dtype of {count(len(halves), 'tensor')}, as {halves[0]} (they become float32)")
+    if to == "deepspeed-universal":
+        if halves := _halves(catalogue):
+            lost.append(f"the dtype of {count(len(halves), 'tensor')}, as {halves[0]} (they become float32)")
+        lost += deepspeed_write.changes(catalogue)
+    if to in ("torch", "dcp"):
+        lost += _disguised(catalogue, to)
     marked = [("frozen parameter", catalogue.frozen), ("buffer", catalogue.buffers)]
     marks = [count(len(names), noun) for noun, names in marked if names and to != "deepspeed-universal"]
     lost += [f"the marks of {' and '.join(marks)}"] if marks else []
     return lost
+
+
+def _disguised(catalogue: Catalogue, to: str) -> list[str]:
+    """What a file of torch's has under another guise, in words."""
+    lost = []
+    if arrays := [name_of(path) for path, node in dicts(catalogue.tree) if node.keys() == {NUMPY}]:
+        lost.append(f"the marks of {count(len(arrays), 'numpy array')}, as {arrays[0]} (they become tensors)")
+    if to == "dcp" and (keys := _other_keys(catalogue)):
+        lost.append(f"the type of {count(len(keys), 'key')}, as {keys[0]} (they become texts)")
+    optimizer = catalogue.tree.get("optimizer")
+    if to == "torch" and isinstance(optimizer, dict) and in_model_order(catalogue) != optimizer:
+        lost.append(
+            f"the order in which {catalogue.details['ranks']} ranks had the optimizer's parameters (torch loads "
+            "optimizers by position: within each group they are in the model's order)"
+        )
+    return lost
+
+
+def _other_keys(catalogue: Catalogue) -> list[str]:
+    """Names of what has a key that is not a text, but for an optimizer's numbers: those are known to be some."""
+    return [
+        name_of((*path, key))
+        for path, node in dicts(catalogue.tree)
+        for key in node
+        if not isinstance(key, str) and path != ("optimizer", "state")
+    ]
 
 
 def written(catalogue: Catalogue, to: str) -> dict[str, Entry]:
@@ -169,7 +202,8 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
             files[file] = File(bytes=image.size, checksums=sums, writer=writer)
             tensors.update({name: _entry(catalogue.tensors[name], file, image.offsets[name]) for name in names})
         left_out = [*catalogue.details.get("left_out", ()), *dropped]
-        details = {"converted_from": catalogue.format, **({"left_out": left_out} if left_out else {})}
+        kept = {key: catalogue.details[key] for key in ("ranks",) if key in catalogue.details}
+        details = {**kept, "converted_from": catalogue.format, **({"left_out": left_out} if left_out else {})}
         tensors = {name: tensors[name] for name in catalogue.tensors}
         made = replace(catalogue, root=unfinished, tensors=tensors, tree=tree, files=files, details=details)
         index.commit(made, save)

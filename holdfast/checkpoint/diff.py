@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast.checkpoint.compare import Pair, Tally, compare
 from holdfast.checkpoint.disk import Progress, silent
-from holdfast.checkpoint.facts import Leaves, groups_of, leaves, shape_text
-from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, name_of
+from holdfast.checkpoint.facts import Leaves, groups_of, leaf_name, leaves, shape_text
+from holdfast.checkpoint.pieces import Catalogue, Entry, Ref
 from holdfast.checkpoint.read import read_tensor
 from holdfast.codec import dtype_name
 from holdfast.errors import UsageError
@@ -117,7 +117,9 @@ class Comparison:
         self.result.only_a = [key for key in wanted if key not in self.b.tree]
         self.result.only_b = [key for key in wanted if key not in self.a.tree]
         # What was asked for and is missing is a difference; what nobody asked for is only named.
-        asked = [("only in A", self.result.only_a), ("only in B", self.result.only_b)] if sections else []
+        # Where there is nothing to compare, nothing is equal.
+        told = sections or not self.result.sections
+        asked = [("only in A", self.result.only_a), ("only in B", self.result.only_b)] if told else []
         self.result.rows += [Row(name=name, kind=kind) for kind, names in asked for name in names]
 
     def _numbered(self, left: Leaves, right: Leaves) -> Leaves:
@@ -127,7 +129,7 @@ class Comparison:
             if len(ours) == len(theirs) > 0 and (_by_number(ours) != _by_number(theirs)):
                 self.result.notes.append(f"one {section} goes by numbers: its parameters are compared in their order")
                 begins = {
-                    name_of((section, part, x)) + "/": name_of((section, part, y)) + "/"
+                    leaf_name((section, part, x)) + "/": leaf_name((section, part, y)) + "/"
                     for part in ("state", "param_groups")
                     for x, y in zip(ours, theirs, strict=True)
                 }
@@ -224,9 +226,9 @@ def _number(catalogue: Catalogue, value: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as values: a tuple may have become a list, and an integer a float."""
-    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
-        return True
+    """Equal as values: a tuple may have become a list, and an integer a float; 0.0 and -0.0 are not equal."""
+    if isinstance(a, float) and isinstance(b, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, bool) != isinstance(b, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,16 +10,29 @@ from holdfast.checkpoint.objects import NUMPY
 from holdfast.checkpoint.pieces import Box, Catalogue, Ref, name_of
 
 Leaves = dict[str, Any]
+# Texts that a key of another type would read as; and those with quotes, as which the former are shown.
+_NOT_TEXT = re.compile(r"""-?\d[\d_.e+-]*|-?inf|nan|None|True|False|torch\.\w+|\(.*\)|b?(['"]).*\1""", re.DOTALL)
 
 
 def leaves(tree: Mapping[Any, Any]) -> Leaves:
     """Every tensor (as a ``Ref``) and every value by its name. Settings of a group are given to each parameter.
 
+    A key that is a text but reads as something else is shown with quotes: 1 and "1" are two names.
+
     >>> group = {"params": ["w"], "lr": 0.1, "betas": (0.9, 0.99)}
     >>> leaves({"optimizer": {"state": {"w": {"step": 3}}, "param_groups": [group]}})
     {'optimizer/state/w/step': 3, 'optimizer/param_groups/w/lr': 0.1, 'optimizer/param_groups/w/betas': (0.9, 0.99)}
     """
-    return {name_of(path): value for path, value in _walk(tree, ())}
+    return {leaf_name(path): value for path, value in _walk(tree, ()) if path}
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """The name of what lies at a path, another one for every other path.
+
+    >>> leaf_name(("rng", 1)), leaf_name(("rng", "1"))
+    ('rng/1', "rng/'1'")
+    """
+    return name_of([repr(key) if isinstance(key, str) and _NOT_TEXT.fullmatch(key) else key for key in path])
 
 
 def _walk(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -60,6 +74,19 @@ def refs(node: Any) -> Iterator[Ref]:
     elif isinstance(node, list | tuple):
         for value in node:
             yield from refs(value)
+
+
+def dicts(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], dict[Any, Any]]]:
+    """Every dict in a part of a tree, with its path.
+
+    >>> [path for path, _ in dicts({"a": [{}, 3]})]
+    [(), ('a', 0)]
+    """
+    if isinstance(node, dict):
+        yield path, node
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+    for key, value in items:
+        yield from dicts(value, (*path, key))
 
 
 def step_of(catalogue: Catalogue) -> int | None:

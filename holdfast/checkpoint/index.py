@@ -5,6 +5,7 @@ docs/checkpoint-format.md describes it byte by byte.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -115,7 +116,14 @@ def clean(folder: Path, keep: Iterable[str] = ()) -> None:
 
 
 def clean_before(folder: Path, save: str) -> None:
-    """Removes what killed saves have left, before a new one needs the room."""
+    """Removes what killed saves have left, before a new one needs the room; refuses a folder that is another's."""
+    with explained(folder, "read"):
+        foreign = exists(folder) and not _is_ours(folder, save)
+    if foreign:
+        hint = "save into another folder, or move that file"
+        raise CheckpointError(
+            f"{folder / NAME} is there already and not of a checkpoint: it is not replaced", hint=hint
+        )
     try:
         known = open(folder).files if exists(folder) else {}
     except CheckpointError:
@@ -143,26 +151,36 @@ def exists(folder: Path) -> bool:
 def recognise(path: Path) -> bool:
     """Whether this is a checkpoint of ours; also one that has lost its index, or it would be taken for another's."""
     try:
-        if any(_DATA.fullmatch(name) for name in os.listdir(path)):
-            return True
-        with (path / NAME).open("rb") as file:
-            return file.read(9) == _PREFIX[:9].encode()
+        return _is_ours(path)
     except OSError:
         return False
 
 
+def _is_ours(folder: Path, save: str = "") -> bool:
+    """Whether an index looks like ours, or lies beside data of ours: other data than that of the save meant."""
+    if any(_DATA.fullmatch(name) and not (save and save in name) for name in os.listdir(folder)):
+        return True
+    with (folder / NAME).open("rb") as file:
+        return file.read(9) == _PREFIX[:9].encode()
+
+
 def open(path: Path) -> Catalogue:
     """The catalogue of a checkpoint, after checking that its files are there and as long as they were."""
+    catalogue = read(path)
+    for name, file in catalogue.files.items():
+        _check_file(path / name, file)
+    return catalogue
+
+
+def read(path: Path) -> Catalogue:
+    """As :func:`open`, but without a look at the files that the index tells of."""
     if not exists(path):
         raise CheckpointError(f"{path} has no {NAME}", hint="a save that was not completed, or no checkpoint")
     index = _parse(path / NAME)
     try:
-        catalogue = _catalogue(path, index)
+        return _catalogue(path, index)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
         raise CheckpointError(f"{path / NAME} is not a valid index: {e!r}") from e
-    for name, file in catalogue.files.items():
-        _check_file(path / name, file)
-    return catalogue
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -202,6 +220,7 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
         for file in index["files"]
     }
     tensors = {name: _entry(name, item, names, files) for name, item in index["tensors"].items()}
+    _refuse_shared_bytes(tensors)
     return Catalogue(
         format="holdfast",
         root=root,
@@ -277,6 +296,19 @@ def _take_out(left: list[Box], box: Box, name: str) -> list[Box]:
     if sum(common.numel for _, common in inside if common) != box.numel:
         raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
     return [rest for one, common in inside for rest in ([one] if common is None else one.without(common))]
+
+
+def _refuse_shared_bytes(tensors: Mapping[str, Entry]) -> None:
+    """No save writes two pieces into the same bytes: a small file that claims to be a huge tensor does."""
+    places = sorted(
+        (piece.stored.file, piece.stored.offset, piece.stored.offset + piece.stored.span, name)
+        for name, entry in tensors.items()
+        for piece in entry.pieces
+        if piece.stored.span
+    )
+    for (file, _, end, first), (other, start, _, second) in itertools.pairwise(places):
+        if file == other and start < end:
+            raise ValueError(f"a piece of {first} and one of {second} lie in the same bytes of {file}, at {start}")
 
 
 def _check_file(path: Path, file: File) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -74,9 +75,11 @@ _staged: list[Staged] = []  # that nobody writes from at the moment; usually one
 
 def wait_for_saves() -> None:
     """Waits for saves in the background, and raises what went wrong in them."""
-    while _pending:
-        _pending[0].join()  # if this is interrupted, it is still pending
-        _pending.pop(0).wait()
+    for pending in list(_pending):
+        pending.join()  # if this is interrupted, it is still pending
+        with contextlib.suppress(ValueError):  # another thread waits too
+            _pending.remove(pending)
+        pending.wait()
 
 
 def join_saves() -> None:

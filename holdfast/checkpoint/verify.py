@@ -75,8 +75,8 @@ def open_to_verify(path: Path, open: Callable[[], Catalogue] | None = None) -> C
         if not index.recognise(place):
             raise
         try:
-            catalogue = index._catalogue(place, index._parse(place / index.NAME))
-        except Exception:
+            catalogue = index.read(place)
+        except HoldfastError:
             raise error from None  # it is the index itself that is damaged
         if any(len(file.checksums or ()) != len(blocks_of(file.bytes)) for file in catalogue.files.values()):
             raise

@@ -37,8 +37,11 @@ def _open(path: Path, format: str | None = None, rules: Path | None = None) -> C
 
 
 def _shown(path: Path, catalogue: Catalogue) -> Path:
-    """The checkpoint that was meant: of a run's folder, its newest one."""
-    return catalogue.root if path.is_dir() else path
+    """The checkpoint that was meant, as the path was given: of a run's folder, its newest one."""
+    here, root = path.absolute(), catalogue.root.absolute()
+    if not path.is_dir():
+        return path
+    return path / root.relative_to(here) if root.is_relative_to(here) else catalogue.root
 
 
 def _print_json(outcome: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from holdfast.checkpoint import convert, load, open_checkpoint, save
 from holdfast.checkpoint.convert import TARGETS, cast, left_behind, select
 from holdfast.checkpoint.diff import Comparison
+from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, UsageError
 from tests.checkpoint.child import in_child, memory
@@ -146,6 +147,55 @@ def test_that_deepspeed_makes_float32_of_halves_is_said(tmp_path: Path) -> None:
     ]
 
 
+def test_what_becomes_something_else_is_said(tmp_path: Path) -> None:
+    tree = {"model": {"w": torch.ones(2)}, "rng": np.arange(3, dtype=np.uint32), "seen": {0: "a", "b": {}}, "empty": {}}
+    save(tmp_path / "a", tree)
+    catalogue = open_checkpoint(tmp_path / "a")
+    numpy = "the marks of 1 numpy array, as rng (they become tensors)"
+    assert convert.convert(catalogue, tmp_path / "a.pt", "torch") == [numpy]
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert (loaded["rng"].dtype, loaded["rng"].tolist()) == (torch.uint32, [0, 1, 2])
+    assert (loaded["seen"], loaded["empty"]) == (tree["seen"], {})
+    keys = "the type of 1 key, as seen/0 (they become texts)"
+    assert convert.convert(catalogue, tmp_path / "dcp", "dcp") == [numpy, keys]
+    again = open_checkpoint(tmp_path / "dcp")
+    assert {key: again.tree[key] for key in ("seen", "empty")} == {"seen": {"0": "a", "b": {}}, "empty": {}}
+    assert again.tensors["rng"].dtype == torch.uint32
+    assert left_behind(catalogue, "holdfast") == []
+
+
+def stages(path: Path, ranks: int) -> Catalogue:
+    """An optimizer as two pipeline stages have saved it that hold every other layer, one after the other."""
+    model = nn.ModuleDict({str(number): nn.Linear(2, 2, bias=False) for number in (0, 2, 1, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, layer in model.items():
+        layer.weight.grad = torch.full((2, 2), float(number))
+    optimizer.step()
+    save(path, {"model": model, "optimizer": optimizer})
+    catalogue = open_checkpoint(path)
+    catalogue.details["ranks"] = ranks
+    return catalogue
+
+
+@pytest.mark.parametrize("sections", [["model", "optimizer"], ["optimizer"]])
+def test_optimizers_of_several_ranks_are_numbered_in_the_models_order(tmp_path: Path, sections: list[str]) -> None:
+    lost = convert.convert(select(stages(tmp_path / "a", 2), sections), tmp_path / "a.pt", "torch")
+    assert len(lost) == 1
+    assert lost[0].startswith(
+        "the order in which 2 ranks had the optimizer's parameters (torch loads optimizers by pos"
+    )
+    model = nn.ModuleDict({str(number): nn.Linear(2, 2, bias=False) for number in range(4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True)["optimizer"])
+    assert [optimizer.state[layer.weight]["momentum_buffer"][0, 0].item() for layer in model.values()] == [0, 1, 2, 3]
+
+
+def test_the_order_of_one_rank_is_its_own(tmp_path: Path) -> None:
+    assert convert.convert(stages(tmp_path / "a", 1), tmp_path / "a.pt", "torch") == []
+    groups = torch.load(tmp_path / "a.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert groups[0]["param_names"] == ["0.weight", "2.weight", "1.weight", "3.weight"]
+
+
 def test_values_that_our_index_cannot_hold(source: Path, tmp_path: Path) -> None:
     catalogue = open_checkpoint(source)
     catalogue.tree["args"] = {"device": torch.device("cpu"), "lr": 0.1, "list": [1, torch.device("cpu")]}
@@ -170,6 +220,15 @@ def test_what_is_there_is_not_replaced_unless_asked(source: Path, tmp_path: Path
     assert open_checkpoint(tmp_path / "b").format == "hf"
     assert same(tmp_path / "other", tmp_path / "b")
     assert sorted(os.listdir(tmp_path)) == ["b", "other", "source"]
+
+
+def test_of_a_link_only_the_link_is_replaced(source: Path, tmp_path: Path) -> None:
+    save(tmp_path / "real", {"step": 1})
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert.convert(open_checkpoint(source), tmp_path / "link", "holdfast", overwrite=True)
+    assert same(source, tmp_path / "link")
+    assert open_checkpoint(tmp_path / "real").tree == {"step": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real", "source"]
 
 
 def test_what_is_no_checkpoint_or_is_the_source_is_never_replaced(source: Path, tmp_path: Path) -> None:

@@ -63,6 +63,33 @@ def test_bits_count_not_values(tmp_path: Path) -> None:
     ]
 
 
+def test_nothing_in_common_is_different(tmp_path: Path) -> None:
+    result = compared(tmp_path, {"model": {"w": torch.ones(2)}}, {"weights": {"w": torch.ones(2)}, "step": 1})
+    assert not result.same
+    assert [(row.name, row.kind) for row in result.rows] == [
+        ("model", "only in A"),
+        ("weights", "only in B"),
+        ("step", "only in B"),
+    ]
+    assert compared(tmp_path, {}, {}).same
+
+
+def test_keys_of_two_types_are_two_keys(tmp_path: Path) -> None:
+    both = {"data": {1: 5, "1": 6}}
+    assert compared(tmp_path, both, both).values == 2
+    rows = compared(tmp_path, both, {"data": {1: 7, "1": 6}}).rows
+    assert [(row.name, row.a, row.b) for row in rows] == [("data/1", "5", "7")]
+    result = compared(tmp_path, {"data": {1: 5, None: 2, "b'x'": 3}}, {"data": {"1": 5, "None": 2, b"x": 3}})
+    assert {row.kind for row in result.rows} == {"only in A", "only in B"}
+    assert len(result.rows) == 6
+
+
+def test_a_zero_has_a_sign(tmp_path: Path) -> None:
+    assert compared(tmp_path, {"a": 0.0, "b": (1, -0.0)}, {"a": 0.0, "b": (1, -0.0)}).values == 2
+    result = compared(tmp_path, {"a": 0.0, "b": (1, -0.0), "c": 0}, {"a": -0.0, "b": (1, 0.0), "c": 0.0})
+    assert [row.name for row in result.rows] == ["a", "b"]
+
+
 def test_sections_that_one_has_alone_are_named_and_no_difference(tmp_path: Path) -> None:
     weights = {"w": torch.ones(2)}
     result = compared(tmp_path, {"model": weights, "step": 1}, {"model": weights, "seed": 2})

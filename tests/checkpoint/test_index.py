@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def test_every_dtype_that_can_be_written_can_be_opened(tmp_path: Path, dtype: to
 def test_many_pieces_in_any_order(tmp_path: Path) -> None:
     in_two_files(tmp_path)
     catalogue = index.open(tmp_path)
-    (file, *_), entry = catalogue.files, catalogue.tensors["w"]
+    files, entry = [*catalogue.files], catalogue.tensors["w"]
     start = entry.pieces[0].stored.offset
     tiles = [(row, column) for row in range(3) for column in range(20)] * 2
     for number in range(60, 120):
@@ -107,7 +109,8 @@ def test_many_pieces_in_any_order(tmp_path: Path) -> None:
     pieces = []
     for row, column in tiles[::-1]:
         box = Box(offset=(row, 100 * column), shape=(1, 100))
-        stored = Stored(file=file, offset=start, dtype=torch.float32, shape=(1, 100), strides=row_major((1, 100)))
+        at, strides = start + 400 * (20 * (row % 3) + column), row_major((1, 100))
+        stored = Stored(file=files[row // 3], offset=at, dtype=torch.float32, shape=(1, 100), strides=strides)
         pieces.append(Piece(box=box, stored=stored))
     catalogue.tensors["w"] = Entry(shape=(6, 2000), dtype=torch.float32, pieces=tuple(pieces))
     index.commit(catalogue, index.new_id())
@@ -126,6 +129,7 @@ def test_recognise(tmp_path: Path) -> None:
     (tmp_path / index.NAME).write_text('{"weight_map": {}}')
     assert not index.recognise(tmp_path)
     assert not index.recognise(tmp_path / index.NAME)
+    (tmp_path / index.NAME).unlink()
     saved(tmp_path)
     assert index.recognise(tmp_path)
     (tmp_path / index.NAME).unlink()
@@ -176,6 +180,30 @@ def test_only_litter_of_ours_is_cleaned(tmp_path: Path) -> None:
     assert left == {index.NAME, *index.open(tmp_path).files, *mine}
 
 
+def test_an_index_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / index.NAME).write_text('{"mine": 1}')
+    with pytest.raises(CheckpointError, match=r"index\.json is there already"):
+        save(tmp_path, {"x": torch.ones(2)})
+    assert (tmp_path / index.NAME).read_text() == '{"mine": 1}'
+    settle()
+    assert [path.name for path in tmp_path.iterdir()] == [index.NAME]
+
+
+def test_a_damaged_index_of_ours_is_replaced(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / index.NAME).write_text("")
+    save(tmp_path, {"x": 7})
+    assert open_checkpoint(tmp_path).tree == {"x": 7}
+
+
+def test_what_an_index_says_without_its_files(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (data,) = data_of(tmp_path)
+    data.unlink()
+    assert [*index.read(tmp_path).files] == [data.name]
+    assert data.name in refusal(tmp_path)
+
+
 def test_the_index_is_one_json_object(tmp_path: Path) -> None:
     saved(tmp_path)
     said = json.loads((tmp_path / index.NAME).read_text())
@@ -207,7 +235,20 @@ def overlapping(said: dict[str, Any]) -> None:
     weight(said)["pieces"] = [[number, offset, [0, 0], [2, columns]], [number, offset, [1, 0], [rows - 2, columns]]]
 
 
+def shared_bytes(said: dict[str, Any]) -> None:
+    """Two thousand rows, all of them the same bytes."""
+    (number, offset, _, (_, columns)), *_ = weight(said)["pieces"]
+    rows = range(2000)
+    weight(said).update(shape=[2000, columns], pieces=[[number, offset, [row, 0], [1, columns]] for row in rows])
+
+
+def bytes_of_another(said: dict[str, Any]) -> None:
+    said["tensors"]["model/bias"]["pieces"][0][1] = weight(said)["pieces"][0][1] + 4
+
+
 HOSTILE: dict[str, Change] = {
+    "pieces over the same bytes": shared_bytes,
+    "two tensors over the same bytes": bytes_of_another,
     "listed twice": twice,
     "the same piece twice": lambda said: weight(said)["pieces"].append(weight(said)["pieces"][0]),
     "overlapping pieces and a gap": overlapping,
@@ -249,6 +290,29 @@ HOSTILE: dict[str, Change] = {
     "tied to nothing": lambda said: said.update(tied={"a": 5}),
     "frozen numbers": lambda said: said.update(frozen=[1]),
 }
+
+
+def test_empty_pieces_take_no_bytes(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.ones(0, 3), "b": torch.ones(2, 0), "c": torch.ones(2)})
+    assert len(index.open(tmp_path).tensors) == 3
+
+
+def test_a_hundred_thousand_pieces_are_looked_at_fast(tmp_path: Path) -> None:
+    def entry(number: int) -> Entry:
+        stored = Stored(file="a", offset=400 * number, dtype=torch.float32, shape=(100,), strides=(1,))
+        return Entry(shape=(100,), dtype=torch.float32, pieces=(Piece(box=whole((100,)), stored=stored),))
+
+    tensors = {f"t{number}": entry(number) for number in reversed(range(100_000))}
+    begin = time.monotonic()
+    index._refuse_shared_bytes(tensors)
+    assert time.monotonic() - begin < 3
+    with pytest.raises(ValueError, match="t5 and one of again lie in the same bytes"):
+        index._refuse_shared_bytes({**tensors, "again": replace_offset(entry(5), 2399)})
+
+
+def replace_offset(entry: Entry, offset: int) -> Entry:
+    (piece,) = entry.pieces
+    return replace(entry, pieces=(replace(piece, stored=replace(piece.stored, offset=offset)),))
 
 
 @pytest.mark.parametrize("what", HOSTILE)

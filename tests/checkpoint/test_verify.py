@@ -133,11 +133,28 @@ def test_each_of_the_zips_in_a_file_of_dcp(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": {"a": torch.ones(100), "b": torch.ones(50)}, "step": 3}, checkpoint_id=tmp_path)
-    assert check(tmp_path).ok
+    intact = check(tmp_path)
+    assert intact.ok
+    assert intact.unchecked == [".metadata: read to the end, but the file has no checksums"]
     for name in ("model/a", "model/b"):
         path, at = place(open_checkpoint(tmp_path), name)
         flip(path, at + 7)
     assert sorted(one.tensors for one in check(tmp_path).damaged) == [("model/a",), ("model/b",)]
+
+
+def test_every_file_that_was_read_is_checked_or_named(tmp_path: Path) -> None:
+    """A step that is another number in DCP's table is not seen, and so it is not said that all is well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"a": torch.ones(2)}, "step": 3}, checkpoint_id=tmp_path / "dcp")
+    table = tmp_path / "dcp" / ".metadata"
+    table.write_bytes(table.read_bytes().replace(b"step", b"rtep"))
+    verdict = check(tmp_path / "dcp")
+    assert verdict.ok
+    assert "step" not in open_checkpoint(tmp_path / "dcp").tree
+    assert ".metadata" in verdict.unchecked[0]
+    torch.save({"step": 3}, tmp_path / "values.pt")  # no tensor, but bytes
+    assert check(tmp_path / "values.pt").checked["record"] > 2
 
 
 def test_safetensors_have_nothing_to_check(folder: Path) -> None:

@@ -219,6 +219,23 @@ def test_verify(holdfast, run: Path, tmp_path: Path) -> None:
 # --- diff -----------------------------------------------------------------------------------------
 
 
+def test_verify_says_no_more_than_it_knows(holdfast, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"model": {"w": torch.ones(2)}, "step": 3})
+    for to in ("torch", "dcp"):
+        convert(open_checkpoint(tmp_path / "a"), tmp_path / to, to)
+    assert "a: every byte is as it was written" in holdfast("verify", tmp_path / "a").out
+    assert "torch: every record is as it was written" in holdfast("verify", tmp_path / "torch").out
+    said = holdfast("verify", tmp_path / "dcp").out
+    assert "dcp: nothing wrong was found" in said
+    assert "not checked: .metadata" in said
+
+
+def test_paths_are_shown_as_they_were_given(holdfast, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    assert holdfast("verify", run.name).out.startswith(f"{run.name}/step-00000020: every byte")
+    assert holdfast("verify", f"{run.name}/step-00000010", "--json").json["path"] == f"{run.name}/step-00000010"
+
+
 def test_diff(holdfast, run: Path) -> None:
     a, b = run / "step-00000010", run / "step-00000020"
     assert holdfast("diff", a, a).code == 0
@@ -228,6 +245,14 @@ def test_diff(holdfast, run: Path) -> None:
         row for row in said.json["rows"] if row["name"] == "step"
     ).items()
     assert holdfast("diff", a, b, "--tolerance", 100, "--section", "model").code == 0
+
+
+def test_diff_of_things_that_have_nothing_in_common(holdfast, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"model": {"w": torch.ones(2)}})
+    save(tmp_path / "b", {"weights": {"w": torch.ones(2)}})
+    said = holdfast("diff", tmp_path / "a", tmp_path / "b")
+    assert said.code == 1
+    assert "different: 2 differences; equal: nothing" in said.out
 
 
 def test_diff_draws_settings_of_many_parameters_together(holdfast, run: Path, tmp_path: Path) -> None:
@@ -305,7 +330,9 @@ def test_no_traceback_in_a_process_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "holdfast.cli", "ckpt", "verify", "nowhere"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "holdfast: nowhere does not exist (check the path)\n"
+    assert done.stderr.startswith("holdfast: ")
+    assert done.stderr.endswith("nowhere does not exist (check the path)\n")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

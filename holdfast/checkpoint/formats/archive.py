@@ -119,11 +119,13 @@ class Archive:
 
 
 def legacy_spans(
-    stream: BinaryIO, keys: list[Any], itemsizes: Mapping[str, int], *, start: int, length: int, where: str
+    stream: BinaryIO, keys: Any, itemsizes: Mapping[str, int], *, start: int, length: int, where: str
 ) -> Callable[[str], Span]:
     """Where the storages of an old torch.save file lie: behind the pickles, each after its count of elements."""
     spans: dict[str, Span] = {}
     at = stream.tell()
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise CheckpointError(f"{where} does not list its storages", hint=DAMAGED)
     for key in keys:
         if key not in itemsizes:
             raise CheckpointError(f"{where}: storage {key!r} is in no tensor", hint=DAMAGED)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.formats.pickled import Foreign, files_of
+from holdfast.checkpoint.formats.files import files_of
+from holdfast.checkpoint.formats.pickled import Foreign
 from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, Stored, catalogue_tree, entry_of, name_of
 from holdfast.errors import CheckpointError
 
@@ -25,9 +26,10 @@ _SECTIONS = {
 Tree = dict[str, Any]
 
 
-def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path) -> Catalogue:
-    """The catalogue of a tree with ``Stored`` or ``Entry`` leaves, after making it canonical."""
-    made = canonical(tree, where=where)
+def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path, read: Iterable[str] = ()) -> Catalogue:
+    """The catalogue of a tree with ``Stored`` or ``Entry`` leaves, after making it canonical; ``read``: its files."""
+    changed: list[str] = []
+    made = canonical(tree, where=where, changed=changed)
     model: Tree = made["model"] if isinstance(made.get("model"), dict) else {}
     tied = find_tied(model)
     if tied:
@@ -40,17 +42,18 @@ def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path) -
         found["model"] = {
             name: Ref(name=name_of(("model", tied[name]))) if name in tied else found["model"][name] for name in model
         }
-    files = files_of(root, tensors)
-    return Catalogue(format=format, root=root, tensors=tensors, tree=found, files=files, tied=tied)
+    files = files_of(root, tensors, read)
+    details = {"left_out": changed} if changed else {}
+    return Catalogue(format=format, root=root, tensors=tensors, tree=found, files=files, tied=tied, details=details)
 
 
-def canonical(tree: Mapping[Any, Any], *, where: Path) -> Tree:
-    """Sections under their usual names, the optimizer by names, and plain values only.
+def canonical(tree: Mapping[Any, Any], *, where: Path, changed: list[str] | None = None) -> Tree:
+    """Sections under their usual names, the optimizer by names, and plain values only, see :func:`plain`.
 
     >>> canonical({"model_state_dict": {}, "epoch": 3}, where=Path("a.pt"))
     {'model': {}, 'epoch': 3}
     """
-    made = _sections(_unwrapped(plain(dict(tree))), where)
+    made = _sections(_unwrapped(plain(dict(tree), changed)), where)
     if "model" not in made:
         made = _with_model(made)
     if isinstance(made.get("optimizer"), dict):
@@ -59,22 +62,40 @@ def canonical(tree: Mapping[Any, Any], *, where: Path) -> Tree:
     return made
 
 
-def plain(value: Any) -> Any:
-    """What any format can keep: foreign objects as dicts, arrays and sets as lists, devices as texts."""
+def plain(value: Any, changed: list[str] | None = None, path: tuple[Any, ...] = ()) -> Any:
+    """What any format can keep: foreign objects as dicts, arrays and sets as lists, devices as texts.
+
+    ``changed`` collects what has become something else.
+
+    >>> said: list[str] = []
+    >>> plain({"seen": {2, 1}, "x": 1 + 2j}, said), said[0]
+    ({'seen': [1, 2], 'x': '(1+2j)'}, 'that seen was a set: it is a list now')
+    """
+
+    def became(was: str, now: str) -> None:
+        if changed is not None:
+            changed.append(f"that {name_of(path)} was a {was}: it is a {now} now")
+
     if isinstance(value, dict):
-        return {_key(key): plain(item) for key, item in value.items()}
+        return {_key(key): plain(item, changed, (*path, key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(plain(item) for item in value)
+        return type(value)(plain(item, changed, (*path, number)) for number, item in enumerate(value))
     if isinstance(value, set | frozenset):
+        became("set", "list")
         return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, Foreign):
         made = {"class": f"{value.module}.{value.name}"}
         if value.args:
-            made["args"] = plain(value.args)
-        return {**made, **({"state": plain(value.state)} if value.state is not None else {})}
+            made["args"] = plain(value.args, changed, (*path, "args"))
+        state = value.state
+        return {**made, **({"state": plain(state, changed, (*path, "state"))} if state is not None else {})}
     if isinstance(value, np.ndarray):
+        became(f"numpy array of {value.dtype}", "list")  # its bytes are in the pickle, not in a place of the file
         return value.tolist()
-    return str(value) if isinstance(value, torch.device | complex) else value
+    if isinstance(value, torch.device | complex):
+        became(type(value).__name__ + " number" * isinstance(value, complex), "text")
+        return str(value)
+    return value
 
 
 def _key(key: Any) -> Any:
@@ -144,14 +165,14 @@ def find_tied(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parameters(optimizer: Tree, model: Iterable[str]) -> set[Any]:
-    if groups := _groups(optimizer):
+    if groups := groups_in(optimizer):
         return {name for group in groups for name in group.get("param_names") or group["params"]}
     state, settings = _split_flat(optimizer, set(model))
     return {*state, *settings}
 
 
 def _optimizer(optimizer: Tree, model: Iterable[str], where: Path) -> Tree:
-    groups = _groups(optimizer)
+    groups = groups_in(optimizer)
     if groups is not None:
         rest = {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
         state, groups = _by_name(optimizer.get("state") or {}, groups, where)
@@ -163,7 +184,7 @@ def _optimizer(optimizer: Tree, model: Iterable[str], where: Path) -> Tree:
     return optimizer
 
 
-def _groups(optimizer: Tree) -> list[Tree] | None:
+def groups_in(optimizer: Tree) -> list[Tree] | None:
     """The groups of what ``Optimizer.state_dict`` gives; None for anything else."""
     groups, state = optimizer.get("param_groups"), optimizer.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -225,19 +246,3 @@ def _regrouped(settings: Mapping[str, Tree], state: Mapping[str, Tree]) -> list[
             groups.append(group)
         group["params"].append(name)
     return groups
-
-
-def numbered(optimizer: Tree) -> Tree:
-    """The form that a plain ``Optimizer.load_state_dict`` takes: numbers, with the names beside them.
-
-    >>> numbered({"state": {"b": {}}, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]})
-    {'state': {1: {}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1, 'param_names': ['a', 'b']}]}
-    """
-    groups = _groups(optimizer) or []
-    names = [name for group in groups for name in group["params"]]
-    if not names or not all(isinstance(name, str) for name in names):
-        return optimizer
-    numbers = {name: number for number, name in enumerate(names)}
-    made = [{**g, "params": [numbers[name] for name in g["params"]], "param_names": list(g["params"])} for g in groups]
-    state = {numbers.get(name, name): value for name, value in (optimizer.get("state") or {}).items()}
-    return {**optimizer, "state": state, "param_groups": made}

@@ -68,6 +68,11 @@ class Table:
     places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
+    @property
+    def files(self) -> list[str]:
+        """Those of what it lists, and its own."""
+        return [NAME, *sorted({place.file for (name, _), place in self.places.items() if name in self.items})]
+
 
 def recognise(path: Path) -> bool:
     """Whether this is a folder that DCP wrote; one without its table is, but cannot be opened."""
@@ -80,7 +85,8 @@ def recognise(path: Path) -> bool:
 def open(path: Path) -> Catalogue:
     """The catalogue of a DCP folder, with the nested dicts and lists that were saved."""
     items, table = read_items(path)
-    return assemble(format="dcp", root=path, tree=nested(items, table.paths, path), where=path)
+    tree = nested(items, table.paths, path)
+    return assemble(format="dcp", root=path, tree=tree, where=path, read=table.files)
 
 
 def read_items(path: Path) -> tuple[dict[str, Any], Table]:

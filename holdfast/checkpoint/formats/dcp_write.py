@@ -29,12 +29,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.checkpoint.disk import Bytes, Progress, explained, silent
 from holdfast.checkpoint.formats import torchsave
-from holdfast.checkpoint.formats.output import appearing, array, with_arrays
+from holdfast.checkpoint.formats.output import appearing, array, with_arrays, without_numpy
 from holdfast.checkpoint.pieces import Catalogue, Ref
 from holdfast.checkpoint.write import Array
 from holdfast.errors import CheckpointError
 
 _FILE = "__0_0.distcp"
+# In the name of an empty dict. Under the name that it should have, torch would take the table for one of torch 2.3,
+# which kept dicts of values whole, and look for all others of them under such names.
+_EMPTY = ".<empty>"
 PART = 256 << 20  # bytes: a loading rank has to hold a whole part in memory, even if it needs one row
 Keys = tuple[str | int, ...]
 
@@ -45,7 +48,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, flat
     ``flat_optimizer`` is for scripts that load with ``StateDictOptions(flatten_optimizer_state_dict=True)``: it
     gives every parameter its own settings in the place of groups.
     """
-    tree = dict(catalogue.tree)
+    tree = without_numpy(catalogue.tree)
     if flat_optimizer and isinstance(tree.get("optimizer"), dict):
         tree["optimizer"] = _flat_optimizer(tree["optimizer"])
     table = _Table()
@@ -66,8 +69,11 @@ def _sync(stream: BinaryIO) -> None:
 
 
 def _leaves(node: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
-    """What DCP keeps separately: all in dicts, and all in lists that hold dicts or tensors somewhere."""
-    if isinstance(node, dict):
+    """What DCP keeps separately: all in dicts, and all in lists that hold dicts or tensors somewhere.
+
+    An empty dict, of which torch's own writer keeps nothing, is a value, see _EMPTY.
+    """
+    if isinstance(node, dict) and (node or not path):
         for key, value in node.items():
             yield from _leaves(value, (*path, str(key)))
     elif isinstance(node, list) and _is_taken_apart(node):
@@ -93,7 +99,7 @@ class _Table:
     written: dict[str, list[_StorageInfo]] = field(default_factory=dict)
 
     def add(self, path: Keys, value: Any, catalogue: Catalogue, stream: BinaryIO, progress: Progress) -> None:
-        name = ".".join(map(str, path))
+        name = ".".join(map(str, path)) + (_EMPTY if isinstance(value, dict) else "")
         if name in self.items:
             hint = "DCP joins names with dots; rename one of them"
             raise CheckpointError(f"{catalogue.root}: two items would be called {name}", hint=hint)

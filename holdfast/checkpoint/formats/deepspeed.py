@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.formats import pickled
 from holdfast.checkpoint.formats.deepspeed_files import (
     INCOMPLETE,
     Files,
@@ -24,7 +23,8 @@ from holdfast.checkpoint.formats.deepspeed_states import Column, Ranks, read_col
 from holdfast.checkpoint.formats.deepspeed_tp import join_columns
 from holdfast.checkpoint.formats.deepspeed_tree import extras
 from holdfast.checkpoint.formats.deepspeed_zero import DAMAGED
-from holdfast.checkpoint.pieces import Catalogue, Entry, File, Ref, catalogue_tree, name_of
+from holdfast.checkpoint.formats.files import files_of, pointer_of
+from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, catalogue_tree, name_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.errors import CheckpointError
 
@@ -34,10 +34,10 @@ EXPERTS = "checkpoints with expert parallelism are not read"
 def recognise(path: Path) -> bool:
     """Whether this is a checkpoint that DeepSpeed's ``save_checkpoint`` wrote; looks at names only."""
     try:
-        folder = tag_folder(path, "latest")
+        folder = tag_folder(path, "latest", anywhere=True)
         files = sort_files(names_in(folder))
         return bool(files.model or files.optim) and not (folder / "zero").is_dir()
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return False
 
 
@@ -47,13 +47,14 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
     ``rules`` say how tensors are cut over tensor-parallel ranks where the checkpoint does not
     (DeepSpeed's AutoTP does, Megatron-DeepSpeed partly).
     """
-    ranks = read_ranks(tag_folder(path, "latest"))
+    folder = tag_folder(path, "latest")
+    ranks = read_ranks(folder)
     columns = [read_column(ranks, tp) for tp in range(ranks.tps)]
     told = (model.get("universal_checkpoint_info") for model in ranks.models.values())
     info: dict[str, Any] = next(filter(None, told), {})
     column = join_columns(columns, info, rules, where=ranks.folder)
     left_out = list(dict.fromkeys(reason for one in columns for reason in one.left_out))
-    return assemble(ranks.folder, column, ranks, left_out)
+    return assemble(folder, column, ranks, left_out, pointer_of(folder, path, "latest"))
 
 
 def read_ranks(folder: Path) -> Ranks:
@@ -110,11 +111,13 @@ def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], fil
     if len(counts) > 1:
         raise CheckpointError(f"{folder}: groups of parameters are cut over {sorted(counts)} ranks", hint=EXPERTS)
     saved = counts.pop() if counts else models[min(models)].get("dp_world_size")
-    return saved or 1 + max(dp for _, dp in files.optim)
+    if saved is not None and (type(saved) is not int or saved < 0):
+        raise CheckpointError(f"{folder} says it was written by {saved!r} data-parallel ranks", hint=DAMAGED)
+    return saved or 1 + max(dp for _, dp in [*files.optim, *files.model])
 
 
-def assemble(folder: Path, column: Column, ranks: Ranks, left_out: list[str]) -> Catalogue:
-    """One column of everything as a catalogue."""
+def assemble(folder: Path, column: Column, ranks: Ranks, left_out: list[str], read: list[str]) -> Catalogue:
+    """One column of everything as a catalogue; ``read`` are files that were read beside those of the ranks."""
     order = list(ranks.models[0, 0].get("module") or {})
     tree: dict[str, Any] = {"model": model_of(column, order)}
     if column.groups:
@@ -126,7 +129,7 @@ def assemble(folder: Path, column: Column, ranks: Ranks, left_out: list[str]) ->
         root=folder,
         tensors=tensors,
         tree=tree,
-        files=_files(folder, tensors, ranks.files),
+        files=files_of(folder, tensors, [*read, *_names(ranks.files)]),
         tied=column.tied,
         frozen=tuple(column.frozen),
         buffers=tuple(name for name in column.buffers if name in column.weights),
@@ -142,10 +145,5 @@ def model_of(column: Column, order: list[str]) -> dict[str, Entry | Ref]:
     return dict(sorted(model.items(), key=lambda item: rank.get(item[0], len(rank))))
 
 
-def _files(folder: Path, tensors: Mapping[str, Entry], files: Files) -> dict[str, File]:
-    """All files with their sizes, also those that hold no tensor."""
-    known = pickled.files_of(folder, tensors)
-    for names in (files.model, files.optim, files.layers):
-        for name in names.values():
-            known.setdefault(name, File(bytes=(folder / name).stat().st_size))
-    return known
+def _names(files: Files) -> list[str]:
+    return [name for names in (files.model, files.optim, files.layers) for name in names.values()]

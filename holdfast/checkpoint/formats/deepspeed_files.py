@@ -75,8 +75,11 @@ def check_grid(known: dict[Place, str], *, columns: int, rows: int, example: str
             )
 
 
-def tag_folder(path: Path, pointer: str) -> Path:
-    """The folder with the files: the path itself, or the one that its file ``latest`` names."""
+def tag_folder(path: Path, pointer: str, *, anywhere: bool = False) -> Path:
+    """The folder with the files: the path itself, or the one that its file ``latest`` names.
+
+    That must be one beside it. ``anywhere`` only looks where it would lead, to be refused by name when it is opened.
+    """
     latest = path / pointer
     try:
         if not latest.is_file():
@@ -84,10 +87,14 @@ def tag_folder(path: Path, pointer: str) -> Path:
         tag = latest.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{latest} cannot be read: {error}") from error
-    if not tag or Path(tag).name != tag:
-        raise CheckpointError(f"{latest} names {tag!r}, which is no folder beside it")
-    if not (path / tag).is_dir():
-        raise CheckpointError(f"{latest} names {tag}, but there is no such folder", hint="give the folder of a tag")
+    if not anywhere and (tag in ("", ".", "..") or Path(tag).name != tag):
+        raise CheckpointError(
+            f"{latest} names {tag[:300]!r}, which is no folder beside it", hint="do not trust this file"
+        )
+    if len(tag) > 255 or not (path / tag).is_dir():
+        raise CheckpointError(
+            f"{latest} names {tag[:300]}, but there is no such folder", hint="give the folder of a tag"
+        )
     return path / tag
 
 

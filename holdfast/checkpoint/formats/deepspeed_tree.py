@@ -75,11 +75,11 @@ def _differs(one: Any, other: Any) -> bool:
 
 
 def plain(value: Any, left_out: list[str], path: tuple[Any, ...] = ()) -> Any:
-    """Tensors and plain data of a tree; what is neither is dropped and named.
+    """Tensors and plain data of a tree; what is neither is dropped and named, and leaves None in a list.
 
     >>> gone: list[str] = []
     >>> plain({"a": [1, {2}]}, gone), gone
-    ({'a': [1]}, ['a/1: a set'])
+    ({'a': [1, None]}, ['a/1: a set'])
     """
     kept = _plain(value, left_out, path)
     return None if kept is _GONE else kept
@@ -94,9 +94,8 @@ def _plain(value: Any, left_out: list[str], path: tuple[Any, ...]) -> Any:
         items = {key: _plain(item, left_out, (*path, key)) for key, item in value.items()}
         return {key: item for key, item in items.items() if item is not _GONE}
     if isinstance(value, list | tuple):
-        return type(value)(
-            item for number, one in enumerate(value) if (item := _plain(one, left_out, (*path, number))) is not _GONE
-        )
+        made = (_plain(one, left_out, (*path, number)) for number, one in enumerate(value))
+        return type(value)(None if item is _GONE else item for item in made)
     what = value.name if isinstance(value, Foreign) else type(value).__name__
     left_out.append(f"{name_of(path)}: a {what}")
     return _GONE

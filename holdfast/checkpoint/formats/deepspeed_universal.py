@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from holdfast.checkpoint.formats.deepspeed_states import Column, add_frozen, add
 from holdfast.checkpoint.formats.deepspeed_tp import renamed_by
 from holdfast.checkpoint.formats.deepspeed_tree import extras
 from holdfast.checkpoint.formats.deepspeed_write import REST, SLOTS, write
-from holdfast.checkpoint.pieces import Catalogue, File, Shape, Stored, catalogue_tree, entry_of
+from holdfast.checkpoint.formats.files import files_of, pointer_of
+from holdfast.checkpoint.pieces import Catalogue, Shape, Stored, catalogue_tree, entry_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.errors import CheckpointError
 
@@ -32,7 +34,7 @@ def recognise(path: Path) -> bool:
     try:
         if (path / "latest").is_file():
             return False
-        return (tag_folder(path, POINTER) / "zero" / "optimizer_state.pt").is_file()
+        return (tag_folder(path, POINTER, anywhere=True) / "zero" / "optimizer_state.pt").is_file()
     except (CheckpointError, OSError):
         return False
 
@@ -53,9 +55,17 @@ class _Source:
         groups: list[dict[str, Shape]] = []
         for model in self.models.values():
             for number, shapes in enumerate(model.get("param_shapes") or []):
+                self._check_names(shapes)
                 groups += [{}] * (number + 1 - len(groups))
                 groups[number] = {**groups[number], **{name: tuple(shape) for name, shape in shapes.items()}}
         return groups
+
+    def _check_names(self, names: Iterable[Any]) -> None:
+        """They are names of folders, and must not lead elsewhere."""
+        for name in names:
+            if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+                reason = f"{self.folder}: the model states have a parameter {name!r}, which is no folder in zero"
+                raise CheckpointError(reason, hint="do not trust this checkpoint")
 
     @property
     def parallel(self) -> bool:
@@ -64,7 +74,8 @@ class _Source:
 
 def open(path: Path, rules: Rules | None = None) -> Catalogue:
     """The catalogue of a universal checkpoint; reads pickles and no tensor. Rules can rename."""
-    source = _read(tag_folder(path, POINTER))
+    folder = tag_folder(path, POINTER)
+    source = _read(folder)
     column = Column()
     _add_atoms(column, source)
     _add_groups(column, source)
@@ -77,15 +88,13 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
     tree.update(extras(source.models, {(0, 0): source.optimizer}, left_out, numbered=False))
     _restore(tree)
     tree, tensors = catalogue_tree(tree)
-    files = pickled.files_of(source.folder, tensors)
-    for name in source.files - set(files):
-        files[name] = File(bytes=(source.folder / name).stat().st_size)
+    read = [*pointer_of(folder, path, POINTER), *sorted(source.files)]
     return Catalogue(
         format="deepspeed-universal",
         root=source.folder,
         tensors=tensors,
         tree=tree,
-        files=files,
+        files=files_of(folder, tensors, read),
         tied=column.tied,
         frozen=tuple(column.frozen),
         buffers=tuple(name for name in column.buffers if name in column.weights),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.disk import Progress, explained, silent, sync_folder
+from holdfast.checkpoint.facts import count, some
 from holdfast.checkpoint.formats.deepspeed_tree import KEPT, OWN
 from holdfast.checkpoint.pieces import Catalogue, Ref, Shape
 from holdfast.checkpoint.read import read_tensor
@@ -84,7 +85,8 @@ class _Plan:
                 reason = f"{where}: the optimizer's parameter {name!r} is not a name in the model"
                 raise CheckpointError(reason, hint="DeepSpeed's universal checkpoints need the parameters' names")
         _check_names(model)
-        others = [name for name in model if name not in set(trained) and name not in catalogue.tied]
+        known = {*trained, *catalogue.tied}
+        others = [name for name, value in model.items() if name not in known and isinstance(value, Ref)]
         step = catalogue.tree.get("step")
         plan = cls(
             catalogue=catalogue,
@@ -95,6 +97,12 @@ class _Plan:
         )
         plan.slots = [plan._slots_of(group["params"]) for group in plan.groups]
         return plan
+
+    @property
+    def filled_in(self) -> list[str]:
+        """Parameters for which the optimizer lacks a state that others in their group have."""
+        groups = zip(self.groups, self.slots, strict=True)
+        return [name for group, slots in groups for name in group["params"] if not {*slots} <= self.kept(name).keys()]
 
     def shape(self, name: str) -> Shape:
         return self.catalogue.tensors[self.catalogue.tree["model"][name].name].shape
@@ -124,6 +132,19 @@ class _Plan:
             for slot, value in self.kept(name).items():
                 fits[slot] = fits.get(slot, slot != "step") and self.fits(name, value)
         return [slot for slot, does in fits.items() if does]
+
+
+def changes(catalogue: Catalogue) -> list[str]:
+    """What is not as it was after :func:`write`, in words."""
+    plan = _Plan.of(catalogue)
+    said = []
+    if filled := plan.filled_in:
+        had = f"that {count(len(filled), 'parameter')}, as {filled[0]}, had no state in the optimizer"
+        said.append(f"{had} (DeepSpeed gives them zeros and the step of their group)")
+    extra = [
+        name for name, value in catalogue.tree["model"].items() if value is not None and not isinstance(value, Ref)
+    ]
+    return said + [f"the model's {some(extra)}, which is not a tensor"] * bool(extra)
 
 
 def _check_names(model: Mapping[str, Any]) -> None:

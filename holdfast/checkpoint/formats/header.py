@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.formats.pickled import Source
+from holdfast.checkpoint.formats.rebuild import is_possible
 from holdfast.checkpoint.pieces import Stored, row_major
 from holdfast.checkpoint.write import BY_NAME
 from holdfast.errors import CheckpointError
@@ -57,12 +58,12 @@ def _array(name: str, item: Any, source: Source, start: int, where: str) -> Stor
         kind, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: the header's entry of {name} is damaged") from error
-    if kind not in BY_NAME:
+    if not isinstance(kind, str) or kind not in BY_NAME:
         raise CheckpointError(f"{where}: {name} has dtype {kind}, which torch does not know")
     dtype = BY_NAME[kind]
     numbers = (*shape, begin, end)
-    sound = all(type(n) is int and n >= 0 for n in numbers) and end - begin == math.prod(shape) * dtype.itemsize
-    if not sound:
+    sound = all(type(n) is int and n >= 0 for n in numbers) and is_possible(shape)
+    if not sound or end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(f"{where}: {name} of shape {shape} and dtype {kind} cannot be bytes {begin} to {end}")
     if start + end > source.bytes:
         raise CheckpointError(f"{where} is cut off inside {name}", hint="copy it again")

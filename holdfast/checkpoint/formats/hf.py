@@ -33,6 +33,7 @@ SHARD_BYTES = 5_000_000_000  # how large a file gets before the next begins, as 
 _NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"
+_TIED = "holdfast.tied"
 _INCOMPLETE = "download or copy it again"
 
 
@@ -52,15 +53,16 @@ def open(path: Path) -> Catalogue:
     root = path.parent if path.is_file() else path
     index = _read_index(path) if (path / INDEX).is_file() else {}
     names = [path.name] if path.is_file() else _files(path, index)
-    parts, metadata = _read_parts(root, names)
+    parts, ties = _read_parts(root, names)
     for name, file in index.items():
         if not any(part.piece.stored.file == file for part in parts.get(name, ())):
             raise CheckpointError(f"{root / file} has no {name}, which {INDEX} says it has", hint=_INCOMPLETE)
     model: dict[str, Any] = {name: _entry(name, found, root) for name, found in parts.items()}
-    for name, first in metadata.items():
-        if first in model and name not in model and name != "format":
+    for name, first in ties.items():
+        if first in model and name not in model:
             model[name] = model[first]
-    return assemble(format="hf", root=root, tree={"model": model}, where=path)
+    read = [*names, *([INDEX] if index else [])]
+    return assemble(format="hf", root=root, tree={"model": model}, where=path, read=read)
 
 
 # --- which files ----------------------------------------------------------------------------------
@@ -144,12 +146,13 @@ class _Part:
 
 
 def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_Part]], dict[str, str]]:
+    """The parts of each tensor, and the names that are noted as second ones."""
     parts: dict[str, list[_Part]] = defaultdict(list)
-    metadata: dict[str, str] = {}
+    ties: dict[str, str] = {}
     for file in names:
         with Source(root / file, root=root) as source:
             header = read_header(source)
-        metadata.update(header.metadata)
+        ties.update(_ties(header.metadata))
         offsets = _offsets(header.metadata, root / file)
         for name, stored in header.arrays.items():
             offset = (0,) * len(stored.shape) if offsets is None else offsets.get(name)
@@ -157,7 +160,31 @@ def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_Part]], d
                 raise CheckpointError(f"{root / file} does not say which part of {name} it holds", hint=_INCOMPLETE)
             piece = Piece(box=Box(offset=offset, shape=stored.shape), stored=stored)
             parts[name].append(_Part(piece=piece, is_whole=offsets is None))
-    return parts, metadata
+    return parts, ties
+
+
+def _ties(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Second names with their first ones, among whatever else people note in a file.
+
+    ``save_model`` of safetensors notes them as if they were any text. A key with a dot is taken for a parameter's
+    name if its value is a tensor's; ours without a dot are marked.
+
+    >>> _ties({"format": "pt", "head.weight": "embed.weight", "holdfast.tied": '{"head": "embed"}', "base": "w"})
+    {'head.weight': 'embed.weight', 'head': 'embed'}
+    """
+    try:
+        marked = json.loads(metadata.get(_TIED, "{}"))
+    except (ValueError, RecursionError):
+        marked = None
+    sure = {key: text for key, text in marked.items() if isinstance(text, str)} if isinstance(marked, dict) else {}
+    return {**{key: text for key, text in metadata.items() if "." in key and key != _TIED}, **sure}
+
+
+def _noted(tied: Mapping[str, str]) -> dict[str, str]:
+    """What a file notes of second names, so that :func:`_ties` finds them."""
+    bare = {second: first for second, first in tied.items() if "." not in second}
+    dotted = {second: first for second, first in tied.items() if "." in second}
+    return {**dotted, **({_TIED: json.dumps(bare)} if bare else {})}
 
 
 def _offsets(metadata: Mapping[str, str], where: Path) -> dict[str, Shape] | None:
@@ -198,7 +225,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, max_
             raise UsageError(f"{one.name} is {one.dtype}, which safetensors files cannot hold")
     if path.suffix == ".safetensors":
         with appearing(path) as unfinished:
-            write_safetensors(unfinished, arrays, metadata={"format": "pt", **tied}, progress=progress)
+            write_safetensors(unfinished, arrays, metadata={"format": "pt", **_noted(tied)}, progress=progress)
         return
     shards = split(arrays, max_shard_bytes)
     with appearing(path) as folder:
@@ -207,7 +234,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, max_
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         for name, shard in zip(names if len(shards) > 1 else [SINGLE], shards, strict=True):
             inside = {second: first for second, first in tied.items() if any(a.name == first for a in shard)}
-            write_safetensors(folder / name, shard, metadata={"format": "pt", **inside}, progress=progress)
+            write_safetensors(folder / name, shard, metadata={"format": "pt", **_noted(inside)}, progress=progress)
         if len(shards) > 1:
             with explained(folder / INDEX, "write"):
                 _write_index(folder / INDEX, dict(zip(names, shards, strict=True)))

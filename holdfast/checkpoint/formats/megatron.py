@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats.canonical import plain
-from holdfast.checkpoint.formats.megatron_dist import is_dist, read_dist
+from holdfast.checkpoint.formats.files import files_of, pointer_of
+from holdfast.checkpoint.formats.megatron_dist import Whole, is_dist, read_dist
 from holdfast.checkpoint.formats.megatron_legacy import AXES, Rank, args_of, is_legacy, read_ranks
 from holdfast.checkpoint.formats.megatron_rules import built_in
-from holdfast.checkpoint.formats.pickled import files_of
 from holdfast.checkpoint.merge import merge as merged
 from holdfast.checkpoint.pieces import Catalogue, Entry, Stored, catalogue_tree, name_of
 from holdfast.checkpoint.rules import Fragment, Rules, merge
@@ -37,18 +37,20 @@ def open(path: Path, *, rules: Rules | None = None) -> Catalogue:
     """The catalogue of a checkpoint. Rules are tried before those that are built in, and rename what needs none."""
     folder = newest(path)
     left_out: list[str] = []
+    states: Mapping[str, Any]
     if is_dist(folder):
-        tree, states = _open_dist(folder, rules, left_out)
+        whole = read_dist(folder, left_out)
+        tree, states, read = _dist_tree(whole, rules), whole.common, whole.files
         details: Tree = {}
     elif is_legacy(folder):
         ranks = read_ranks(folder, left_out)
-        tree, states = _open_legacy(ranks, rules, folder), ranks[0].states
+        tree, states, read = _open_legacy(ranks, rules, folder), ranks[0].states, [rank.file for rank in ranks]
         details = {axis: 1 + max(rank.place[axis] for rank in ranks) for axis in AXES}
     else:
         raise CheckpointError(f"{folder} is not a checkpoint of Megatron", hint="copy the whole folder")
-    found, tensors = catalogue_tree({**tree, **_extras(states)})
+    found, tensors = catalogue_tree({**tree, **_extras(states, left_out)})
     details["left_out"] = list(dict.fromkeys(left_out))
-    files = files_of(folder, tensors)
+    files = files_of(folder, tensors, [*pointer_of(folder, path, LATEST), *read])
     return Catalogue(format="megatron", root=folder, tensors=tensors, tree=found, files=files, details=details)
 
 
@@ -56,8 +58,11 @@ def newest(path: Path) -> Path:
     """The folder of the iteration that a run's folder says is the newest; any other path as it is."""
     if not (path / LATEST).is_file():
         return path
-    said = (path / LATEST).read_text(errors="replace").strip()
-    if said != "release" and not said.isdigit():
+    try:
+        said = (path / LATEST).read_text(errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{path / LATEST} cannot be read: {error.strerror}") from error
+    if said != "release" and not re.fullmatch("[0-9]{1,18}", said):
         raise CheckpointError(f"{path / LATEST} says {said!r}, which is no iteration")
     folder = path / (said if said == "release" else f"iter_{int(said):07d}")
     if not folder.is_dir():
@@ -65,19 +70,18 @@ def newest(path: Path) -> Path:
     return folder
 
 
-def _extras(states: Mapping[str, Any]) -> Tree:
+def _extras(states: Mapping[str, Any], left_out: list[str]) -> Tree:
     """What there is beside tensors: the step, the schedule, and under "megatron" what else the first rank has."""
     rest = {key: value for key, value in states.items() if not _OWN.fullmatch(key)}
     tree = {"step": states.get("iteration"), "opt_param_scheduler": states.get("opt_param_scheduler")}
     found = {**tree, "megatron": {**rest, "args": args_of(states)}}
-    return {key: value for key, value in plain(found).items() if value is not None}
+    return {key: value for key, value in plain(found, left_out).items() if value is not None}
 
 
 # --- torch_dist -----------------------------------------------------------------------------------
 
 
-def _open_dist(folder: Path, rules: Rules | None, left_out: list[str]) -> tuple[Tree, Mapping[str, Any]]:
-    whole = read_dist(folder, left_out)
+def _dist_tree(whole: Whole, rules: Rules | None) -> Tree:
     entries = {name_of(("model", name)): entry for name, entry in whole.model.items()}
     state: dict[str, Tree] = {}
     for name, slots in whole.state.items():
@@ -88,7 +92,7 @@ def _open_dist(folder: Path, rules: Rules | None, left_out: list[str]) -> tuple[
                 state.setdefault(name, {})[slot] = value
     new = rules.renames(entries) if rules is not None else {name: name for name in entries}
     optimizer = {"state": state, "param_groups": whole.groups}
-    return _tree({new[name]: entry for name, entry in entries.items()}, optimizer, new), whole.common
+    return _tree({new[name]: entry for name, entry in entries.items()}, optimizer, new)
 
 
 # --- a file for each rank -------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Whole:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
 
 
 def is_dist(path: Path) -> bool:
@@ -48,8 +49,8 @@ def read_dist(path: Path, left_out: list[str]) -> Whole:
     common = pickled.load(path / COMMON, root=path)
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / COMMON} holds a {type(common).__name__}, not a dict")
-    items, _ = dcp.read_items(path)
-    whole = Whole(common=common)
+    items, table = dcp.read_items(path)
+    whole = Whole(common=common, files=[COMMON, _CONFIG, *table.files])
     for name, value in items.items():
         if not isinstance(value, Entry):
             if value != [None]:

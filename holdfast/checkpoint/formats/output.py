@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.disk import Bytes, explained, sync_folder
+from holdfast.checkpoint.objects import NUMPY
 from holdfast.checkpoint.pieces import Catalogue, Ref
 from holdfast.checkpoint.read import find, read_range
 from holdfast.checkpoint.write import Array
@@ -56,6 +57,19 @@ def array(catalogue: Catalogue, name: str, *, called: str | None = None) -> Arra
         read_range(catalogue, name, start // size, stop // size, out)
 
     return Array(name=name if called is None else called, dtype=entry.dtype, shape=entry.shape, fill=fill)
+
+
+def without_numpy(node: Any) -> Any:
+    """A part of a tree with plain tensors for what were numpy arrays: nobody else knows how they are marked.
+
+    >>> without_numpy({"rng": {"__numpy__": Ref(name="rng")}})
+    {'rng': Ref(name='rng')}
+    """
+    if isinstance(node, dict):
+        if node.keys() == {NUMPY}:
+            return node[NUMPY]
+        return {key: without_numpy(value) for key, value in node.items()}
+    return type(node)(map(without_numpy, node)) if isinstance(node, list | tuple) else node
 
 
 def with_arrays(catalogue: Catalogue, node: Any) -> Any:

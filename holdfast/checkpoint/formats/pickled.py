@@ -10,24 +10,29 @@ import io
 import os
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, cast
+
+import torch
 
 from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, Archive, Span, Window, legacy_spans
 from holdfast.checkpoint.formats.rebuild import (
     ALLOWED,
+    NumpyType,
     RawArray,
     RawStorage,
     RawTensor,
     Refused,
     StorageType,
     Stub,
+    check_keys,
+    shown,
     stub,
 )
-from holdfast.checkpoint.pieces import Entry, File, Stored
+from holdfast.checkpoint.pieces import Stored
 from holdfast.errors import CheckpointError
 
 Allow = Collection[tuple[str, str]]
@@ -40,6 +45,14 @@ FOREIGN: Allow = {
 }
 FOREIGN_PACKAGES = ("deepspeed", "megatron")
 _LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
+# Where on the stack the keys are that an instruction is about to put into a dict or set, and so to hash.
+_KEYS = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(0, None, 2),
+    pickle.DICT: slice(0, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
 _SHARING = 1000  # how many times larger than its pickle a tree may be, by naming the same parts again and again
 
 
@@ -179,8 +192,21 @@ class _Reader:
         )
 
 
+def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    def checked(unpickler: Any) -> None:
+        check_keys(unpickler.stack[keys])
+        load(unpickler)
+
+    return checked
+
+
 class _Unpickler(pickle._Unpickler):
     """The one in Python: in the faster one, a pickle of ten bytes can claim 64 GB for its memo."""
+
+    dispatch: ClassVar = {
+        **pickle._Unpickler.dispatch,
+        **{code[0]: _checked(pickle._Unpickler.dispatch[code[0]], keys) for code, keys in _KEYS.items()},
+    }
 
     def __init__(self, stream: BinaryIO, *, reader: _Reader, locate: Callable[[str], Span] | None) -> None:
         super().__init__(stream)
@@ -194,10 +220,10 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> RawStorage:
         if self._locate is None or not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise Refused(f"its pickle refers to {pid!r}")
+            raise Refused(f"its pickle refers to {shown(pid)}")
         _, kind, key, _, count, *view = pid
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(count) is not int or count < 0:
-            raise Refused(f"its pickle refers to storage {pid!r}")
+            raise Refused(f"its pickle refers to storage {shown(pid)}")
         if self._reader.storages.setdefault(key, kind).dtype.itemsize != kind.dtype.itemsize:
             raise Refused(f"storage {key} is used with two types")
         span, width = self._locate(key), kind.dtype.itemsize
@@ -206,9 +232,9 @@ class _Unpickler(pickle._Unpickler):
         skip = 0
         if view and view[0] is not None:  # old files: a storage that is part of another
             _, start, count = view[0]
-            skip = start * width
             if type(start) is not int or type(count) is not int or start < 0 or (start + count) * width > span.length:
-                raise Refused(f"its pickle refers to storage {pid!r}")
+                raise Refused(f"its pickle refers to storage {shown(pid)}")
+            skip = start * width
         return RawStorage(key=key, dtype=kind.dtype, offset=span.offset + skip, nbytes=count * width)
 
 
@@ -247,18 +273,24 @@ class _Cleaner:
             at, kind, shape = node.offset, node.dtype, (node.nbytes // node.dtype.itemsize,)
             return Stored(file=self.file, offset=at, dtype=kind, shape=shape, strides=(1,)), 1
         if isinstance(node, RawArray):
+            if node.value is None:
+                raise Refused("it holds a numpy array without its data", DAMAGED)
             return node.value, 1
+        if isinstance(node, NumpyType):
+            return Foreign(module="numpy", name="dtype", args=(node.code,)), 1
         if isinstance(node, Stub):
             (args, state), size = self._items((node.args, node.state))
             return Foreign(module=node.module, name=node.name, args=args, state=state), size
         if isinstance(node, dict):
             keys, size = self._items(node)
             values, more = self._items(node.values())
+            check_keys(keys)
             return dict(zip(keys, values, strict=True)), size + more
         if isinstance(node, list | tuple | set | frozenset):
             items, size = self._items(node)
+            check_keys(items if isinstance(node, set | frozenset) else ())
             return type(node)(items), size
-        return node, 1
+        return node if isinstance(node, torch.dtype | torch.device | complex) else _named(node), 1
 
     def _items(self, nodes: Iterable[Any]) -> tuple[list[Any], int]:
         items, size = [], 1
@@ -269,19 +301,11 @@ class _Cleaner:
         return items, size
 
 
-def files_of(root: Path, tensors: Mapping[str, Entry]) -> dict[str, File]:
-    """The files that tensors lie in, with their sizes; one that is missing or too short is refused."""
-    sizes: dict[str, File] = {}
-    for name, entry in tensors.items():
-        for piece in entry.pieces:
-            stored = piece.stored
-            if stored.file not in sizes:
-                try:
-                    sizes[stored.file] = File(bytes=(root / stored.file).stat().st_size)
-                except OSError as error:
-                    reason = f"{root / stored.file}, which holds {name}, is missing: {error.strerror}"
-                    raise CheckpointError(reason, hint="copy the whole checkpoint") from error
-            if stored.offset + stored.span > sizes[stored.file].bytes:
-                reason = f"{root / stored.file} is too short to hold {name}"
-                raise CheckpointError(reason, hint="it was cut off; copy it again")
-    return sizes
+def _named(node: Any) -> Foreign:
+    """A class or function as a value: only what it is called."""
+    if isinstance(node, type) and issubclass(node, Stub):
+        return Foreign(module=node.module, name=node.name)
+    for (module, name), allowed in ALLOWED.items():
+        if node is allowed:
+            return Foreign(module=module, name=name)
+    raise Refused(f"it holds a {type(node).__name__}, which is no plain data")

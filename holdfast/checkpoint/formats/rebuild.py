@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+MOST_DIMENSIONS = 64
+KEY_LIMIT = 1000  # parts of a key of a dict: tuples in tuples are hashed anew each time, and may double with each level
 EXPANDED_LIMIT = 64 << 20  # bytes: a tensor that repeats its storage (``expand``) may be no larger than this
 
 
@@ -24,6 +27,25 @@ class Refused(Exception):
     def __init__(self, message: str, hint: str = "do not trust this file, unless you know why it does so") -> None:
         super().__init__(message)
         self.hint = hint
+
+
+def shown(value: Any) -> str:
+    """A value in an error: not all of it, which may be endless."""
+    return reprlib.repr(value)
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Refuses keys of a dict, or members of a set, that would take too long to hash."""
+    for key in keys:
+        parts = [] if isinstance(key, str | int) else [key]
+        for part in parts:  # grows while it is walked through
+            if isinstance(part, tuple):
+                parts += part
+            elif hasattr(part, "args"):  # an object of another program
+                parts += part.args
+                parts += part.state.values() if isinstance(part.state, dict) else ()
+            if len(parts) > KEY_LIMIT:
+                raise Refused("its pickle has a key of a dict, or a member of a set, that is nested without end")
 
 
 class Sealed:
@@ -100,6 +122,11 @@ def stub(module: str, name: str) -> type[Stub]:
 class Dict(dict[Any, Any]):
     """Stands for dicts with attributes (a module's state_dict has ``_metadata``), which are dropped."""
 
+    def __init__(self, *args: Any) -> None:
+        for items in args:
+            check_keys([] if isinstance(items, dict) else [item[0] for item in items])
+        super().__init__(*args)
+
     def __setstate__(self, state: Any) -> None:
         pass
 
@@ -114,14 +141,18 @@ class DefaultDict(Dict):
 class NumpyType:
     """A numpy dtype of plain numbers."""
 
+    code = ""  # of the class: a pickle need not call __init__
+
     def __init__(self, code: str, *_: Any) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[biufc](1|2|4|8|16)", code):
-            raise Refused(f"it holds a numpy array of type {code!r}", "only arrays of numbers are read")
-        self.code, self.order = code, "="
+            raise Refused(f"it holds a numpy array of type {shown(code)}", "only arrays of numbers are read")
+        self.code = code
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "="):
-            raise Refused(f"it holds a numpy array of byte order {state[1]!r}", "only little-endian files are read")
+            raise Refused(
+                f"it holds a numpy array of byte order {shown(state[1])}", "only little-endian files are read"
+            )
 
     def read(self, data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         dtype = np.dtype(self.code)
@@ -133,26 +164,39 @@ class NumpyType:
 class RawArray:
     """A numpy array, known when the pickle gives it its state."""
 
+    value: np.ndarray[Any, Any] | None = None  # of the class: a pickle need not call __init__
+
     def __init__(self, *_: Any) -> None:
-        self.value: np.ndarray[Any, Any] | None = None
+        pass
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, data = state
         if not isinstance(kind, NumpyType):
             raise Refused("it holds a numpy array of no known type", "only arrays of numbers are read")
         shape = _sizes(shape)
+        if not is_possible(shape):
+            raise Refused(f"it holds a numpy array of shape {shown(shape)}, which none can have")
         self.value = kind.read(data, shape).reshape(shape, order="F" if fortran else "C").copy()
 
 
+def is_possible(shape: Sequence[int]) -> bool:
+    """Whether torch could make a tensor of such a shape, were there memory enough; also of an empty one.
+
+    >>> is_possible((0, 2**40)), is_possible((0, 2**70)), is_possible([1] * 65)
+    (True, False, False)
+    """
+    return len(shape) <= MOST_DIMENSIONS and math.prod(max(n, 1) for n in shape) < 1 << 60
+
+
 def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
-        raise Refused(f"a tensor has sizes or strides {values!r}")
+    if not isinstance(values, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 60 for n in values):
+        raise Refused(f"a tensor has sizes or strides {shown(values)}")
     return tuple(values)
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None = None) -> RawTensor:
     if not isinstance(storage, RawStorage) or type(offset) is not int or offset < 0:
-        raise Refused(f"a tensor lies at {offset!r} of {type(storage).__name__}")
+        raise Refused(f"a tensor lies at {shown(offset)} of {type(storage).__name__}")
     shape, strides, dtype = _sizes(size), _sizes(stride), dtype or storage.dtype
     if len(shape) != len(strides):
         raise Refused(f"a tensor of shape {shape} has strides {strides}")
@@ -165,13 +209,15 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtyp
         )
     if count * width > max(storage.nbytes, EXPANDED_LIMIT):
         raise Refused(f"a tensor of shape {shape} repeats storage {storage.key}", "save it with .contiguous()")
+    if not is_possible(shape):
+        raise Refused(f"a tensor has the shape {shown(shape)}, which no tensor can have")
     where = storage.offset + (offset * width if count else 0)
     return RawTensor(offset=where, dtype=dtype, shape=shape, strides=strides)
 
 
 def _plain(metadata: Any) -> None:
     if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
-        raise Refused(f"a tensor is marked {metadata!r}", "call .resolve_conj().resolve_neg() before saving it")
+        raise Refused(f"a tensor is marked {shown(metadata)}", "call .resolve_conj().resolve_neg() before saving it")
 
 
 def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RawTensor:
@@ -184,7 +230,7 @@ def _tensor_v3(
 ) -> RawTensor:
     _plain(metadata)
     if not isinstance(dtype, torch.dtype):
-        raise Refused(f"a tensor has dtype {dtype!r}")
+        raise Refused(f"a tensor has dtype {shown(dtype)}")
     return _tensor(storage, offset, size, stride, dtype)
 
 
@@ -195,14 +241,23 @@ def _parameter(data: Any, *_: Any) -> Any:
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     """A tensor with Python attributes, which are dropped; subclasses of tensors mean more than their bytes."""
     if not isinstance(function, Call) or kind is not TENSOR or not isinstance(args, tuple):
-        raise Refused(f"it holds a tensor of the class {kind!r}", "save plain tensors")
+        raise Refused(f"it holds a tensor of the class {shown(kind)}", "save plain tensors")
     return function(*args)
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise Refused(f"it encodes {type(text).__name__} as {encoding!r}")
+        raise Refused(f"it encodes {type(text).__name__} as {shown(encoding)}")
     return text.encode("latin1")
+
+
+def _set(kind: type[set[Any]] | type[frozenset[Any]]) -> Call:
+    def make(*args: Any) -> Any:
+        for items in args:
+            check_keys(items)
+        return kind(*args)
+
+    return Call(make)
 
 
 def _bytes(*args: Any) -> bytes:
@@ -214,7 +269,7 @@ def _bytes(*args: Any) -> bytes:
 def _member(kind: Any, name: Any) -> Stub:
     """Python 3.11 pickles a member of an enum as ``getattr(class, name)``; nothing else is looked up."""
     if not (isinstance(kind, type) and issubclass(kind, Stub) and isinstance(name, str)):
-        raise Refused(f"it calls getattr({kind!r}, {name!r})")
+        raise Refused(f"it calls getattr({shown(kind)}, {shown(name)})")
     return kind(name)
 
 
@@ -255,7 +310,9 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "bytes"): Call(_bytes),
     ("builtins", "bytearray"): Call(_bytes),
     ("_codecs", "encode"): Call(_encode),
-    **{("builtins", kind.__name__): kind for kind in (set, frozenset, dict, list, tuple, int, float, bool, complex)},
+    **{("builtins", kind.__name__): kind for kind in (list, tuple, int, float, bool, complex)},
+    **{("builtins", kind.__name__): _set(kind) for kind in (set, frozenset)},
+    ("builtins", "dict"): Dict,
     **{("torch", f"{name}Storage"): StorageType(dtype) for name, dtype in _KINDS.items()},
     **{("torch.cuda", f"{name}Storage"): StorageType(dtype) for name, dtype in _KINDS.items()},
     **{("torch", name): kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)},

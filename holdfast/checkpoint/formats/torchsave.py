@@ -20,8 +20,9 @@ import torch
 from holdfast.checkpoint.disk import BLOCK, BUFFERS, Progress, explained, silent
 from holdfast.checkpoint.formats import pickled
 from holdfast.checkpoint.formats.archive import LEGACY_MAGIC
-from holdfast.checkpoint.formats.canonical import assemble, numbered
-from holdfast.checkpoint.formats.output import appearing, with_arrays
+from holdfast.checkpoint.formats.canonical import assemble
+from holdfast.checkpoint.formats.numbering import in_model_order, numbered
+from holdfast.checkpoint.formats.output import appearing, with_arrays, without_numpy
 from holdfast.checkpoint.formats.rebuild import STORAGES
 from holdfast.checkpoint.pieces import Catalogue, row_major
 from holdfast.checkpoint.write import Array
@@ -51,16 +52,16 @@ def open(path: Path) -> Catalogue:
     if not isinstance(tree, dict):
         hint = 'save a dict, such as {"model": model.state_dict()}'
         raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a dict with names", hint=hint)
-    return assemble(format="torch", root=path.parent, tree=tree, where=path)
+    return assemble(format="torch", root=path.parent, tree=tree, where=path, read=[path.name])
 
 
 def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
     """Writes one file. Tied tensors share a storage, and the optimizer is what its ``load_state_dict`` takes."""
     tree = dict(catalogue.tree)
     if isinstance(tree.get("optimizer"), dict):
-        tree["optimizer"] = numbered(tree["optimizer"])
+        tree["optimizer"] = numbered(in_model_order(catalogue))
     with appearing(path) as unfinished, explained(unfinished, "write"), unfinished.open("xb") as stream:
-        save(with_arrays(catalogue, tree), stream, progress=progress)
+        save(with_arrays(catalogue, without_numpy(tree)), stream, progress=progress)
         stream.flush()
         os.fsync(stream.fileno())
 

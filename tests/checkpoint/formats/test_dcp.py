@@ -103,7 +103,7 @@ def test_shards_of_two_ranks(by_two_ranks: tuple[Path, dict[str, Any]]) -> None:
     catalogue = dcp.open(folder / "nested")
     assert bare(read_tree(catalogue)) == bare(state)
     assert len(catalogue.tensors["model/layers.0.weight"].pieces) == 2
-    assert set(catalogue.files) == {"__0_0.distcp", "__1_0.distcp"}
+    assert set(catalogue.files) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
 @pytest.mark.parametrize("form", ["flat", "titan", "app"])
@@ -350,6 +350,16 @@ def test_two_ranks_load_it_into_fsdp(by_two_ranks: tuple[Path, dict[str, Any]], 
         return {**found, "step": into["step"]}
 
     assert bare(on_ranks(2, work, tmp_path)[0]) == bare(state)
+
+
+def test_empty_dicts_are_kept_and_torch_does_not_mind(tmp_path: Path) -> None:
+    catalogue = catalogue_of({"model": {"w": torch.ones(2)}, "empty": {}, "deep": {"in": {}, "x": 1}}, tmp_path)
+    dcp.write(catalogue, tmp_path / "out")
+    assert dcp.open(tmp_path / "out").tree == catalogue.tree
+    into: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "empty": {}, "deep": {"in": {}, "x": 0}}
+    torch_dcp.load(into, checkpoint_id=tmp_path / "out")
+    assert into["model"]["w"].tolist() == [1, 1]
+    assert into["deep"] == {"in": {}, "x": 1}
 
 
 def test_names_that_collide_are_refused(tmp_path: Path) -> None:

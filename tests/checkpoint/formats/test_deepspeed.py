@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.formats import deepspeed, deepspeed_universal, recognise
+from holdfast.checkpoint.formats import deepspeed, deepspeed_universal, deepspeed_write, open_checkpoint, recognise
 from holdfast.checkpoint.formats.deepspeed_tp import pattern_of
 from holdfast.checkpoint.pieces import Catalogue, File, Ref, Stored, catalogue_tree, entry_of, row_major
 from holdfast.checkpoint.read import read_tensor
@@ -132,12 +132,20 @@ def test_folder_or_tag(tmp_path: Path, stage: int) -> None:
         assert_holds(catalogue, GROUPS)
         assert catalogue.tree["client_state"] == {"note": {"a": (1, b"x")}}
         assert catalogue.tree["step"] == 7
-        assert set(catalogue.files) == {file.name for file in tag.iterdir()}
+        pointer = {"../latest"} if path == tmp_path else set()
+        assert set(catalogue.files) == {file.name for file in tag.iterdir()} | pointer
 
 
 def test_what_is_no_plain_data_is_left_out_by_name(tmp_path: Path) -> None:
     save_zero(tmp_path, GROUPS, stage=1, ranks=2, note={"things": {1, 2}})
     assert deepspeed.open(tmp_path).details["left_out"] == ["client_state/note/things: a set"]
+
+
+def test_what_is_left_out_of_a_list_leaves_its_place(tmp_path: Path) -> None:
+    save_zero(tmp_path, GROUPS, stage=1, ranks=2, seen=[{1, 2}, 5, 6])
+    catalogue = deepspeed.open(tmp_path)
+    assert catalogue.tree["client_state"] == {"seen": [None, 5, 6]}
+    assert catalogue.details["left_out"] == ["client_state/seen/0: a set"]
 
 
 # --- what is wrong is refused by name ------------------------------------------------------------------
@@ -201,6 +209,35 @@ def test_latest_that_leads_nowhere(tmp_path: Path) -> None:
     assert not deepspeed.recognise(tmp_path)
     (tmp_path / "latest").write_text("../elsewhere")
     assert "../elsewhere" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["..", ".", "", "../a", "/", "global_step7/.", "x" * 5000])
+def test_latest_never_leads_elsewhere(tmp_path: Path, tag: str) -> None:
+    inside = tmp_path / "a" / "b"
+    shutil.copytree(save_zero(tmp_path / "made", GROUPS, stage=1, ranks=1), tmp_path / "a")
+    inside.mkdir()
+    (inside / "latest").write_text(tag)
+    with pytest.raises(CheckpointError, match="latest names" if len(tag) < 5000 else "no such folder"):
+        deepspeed.open(inside)
+    (inside / "latest").write_text("..")
+    with pytest.raises(CheckpointError, match=r"b/latest names '\.\.'"):
+        open_checkpoint(inside)
+
+
+def test_a_parameter_of_a_universal_checkpoint_never_leads_elsewhere(tmp_path: Path) -> None:
+    folder = universal(tmp_path)
+    (states,) = folder.glob("*/mp_rank_00_model_states.pt")
+    saved = torch.load(states, weights_only=False)
+    saved["param_shapes"][0]["../../x"] = torch.Size([1])
+    torch.save(saved, states)
+    assert "'../../x', which is no folder in zero" in refusal(folder, deepspeed_universal)
+
+
+def test_weights_alone_without_any_number_of_ranks(tmp_path: Path) -> None:
+    torch.save({"module": {"w": torch.ones(2)}, "buffer_names": []}, tmp_path / "mp_rank_00_model_states.pt")
+    assert [*deepspeed.open(tmp_path).tensors] == ["model/w"]
+    torch.save({"module": {"w": torch.ones(2)}, "dp_world_size": "two"}, tmp_path / "mp_rank_00_model_states.pt")
+    assert "written by 'two' data-parallel ranks" in refusal(tmp_path)
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
@@ -377,6 +414,20 @@ def test_any_optimizer_of_any_format_is_written(tmp_path: Path) -> None:
     assert sum(done) >= sum(entry.nbytes for name, entry in again.tensors.items() if name.startswith("model/"))
     names = {file.name for file in (tmp_path / "out" / "global_step3_universal" / "zero" / "w").iterdir()}
     assert names == {"fp32.pt", "momentum.pt", "step.pt"}  # DeepSpeed loads whatever else is there, and fails
+
+
+def test_what_has_no_place_in_it_is_said(tmp_path: Path) -> None:
+    model = {**torch_tree()["model"], "_extra_state": {"scale": torch.ones(1)}, "none": None}
+    catalogue = catalogue_of(tmp_path, torch_tree(model=model))
+    filled, extra = deepspeed_write.changes(catalogue)
+    assert filled.startswith("that 1 parameter, as v, had no state in the optimizer (DeepSpeed gives them zeros")
+    assert extra == "the model's _extra_state, which is not a tensor"
+    deepspeed_universal.write(catalogue, tmp_path / "out")
+    assert set(deepspeed_universal.open(tmp_path / "out").tree["model"]) == {"w", "v", "e"}
+    tree = torch_tree()
+    tree["optimizer"]["param_groups"] = [{"params": ["w"]}, {"params": ["v"]}]
+    (tmp_path / "two").mkdir()
+    assert deepspeed_write.changes(catalogue_of(tmp_path / "two", tree)) == []
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_several_files(tmp_path: Path) -> None:
     assert hf.recognise(folder)
     catalogue = hf.open(folder)
     assert bare(read_tree(catalogue)) == bare({"model": WEIGHTS})
-    assert len(catalogue.files) == 3
+    assert sorted(catalogue.files) == sorted(os.listdir(folder))  # the index too
     (folder / hf.INDEX).unlink()
     assert bare(read_tree(hf.open(folder))) == bare({"model": WEIGHTS}), "numbers tell that all are there"
 
@@ -85,6 +85,22 @@ def test_tied_names_that_the_file_notes(tmp_path: Path) -> None:
     catalogue = hf.open(tmp_path)
     assert set(read_tree(catalogue)["model"]) == set(model.state_dict())
     assert {*catalogue.tied, *catalogue.tied.values()} == {"head.weight", "embed.weight"}
+
+
+def test_notes_that_are_not_of_tied_names(tmp_path: Path) -> None:
+    notes = {"format": "pt", "base": "w", "base.model": "somebody's", "holdfast.tied": "{not json"}
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors", metadata=notes)
+    catalogue = hf.open(tmp_path)
+    assert (list(catalogue.tree["model"]), catalogue.tied) == (["w"], {})
+
+
+@pytest.mark.parametrize("limit", [8, 1000])
+def test_tied_names_without_a_dot_come_back(tmp_path: Path, limit: int) -> None:
+    shared, other = torch.ones(2), torch.zeros(2)
+    model = {"embed": shared, "head": shared, "a": other, "b": other, "c.w": other}
+    hf.write(catalogue_of({"model": model}, tmp_path), tmp_path / "out", max_shard_bytes=limit)
+    assert len(os.listdir(tmp_path / "out")) == (3 if limit == 8 else 1)
+    assert hf.open(tmp_path / "out").tied == {"head": "embed", "b": "a", "c.w": "a"}
 
 
 def test_other_things_are_not_recognised(tmp_path: Path) -> None:
@@ -185,6 +201,8 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         ("a.weight", "shape", [-3, -4], r"a\.weight of shape \(-3, -4\)"),
         ("a.weight", "shape", 12, r"entry of a\.weight is damaged"),
         ("a.weight", "dtype", "F7", r"a\.weight has dtype F7"),
+        ("a.weight", "dtype", ["F32"], r"a\.weight has dtype \['F32'\]"),
+        ("a.weight", "shape", [3, 4, *[1] * 70], r"a\.weight of shape \(3, 4, 1,"),
         ("a.weight", "data_offsets", [1 << 40, (1 << 40) + 48], r"cut off inside a\.weight"),
     ],
 )
@@ -194,6 +212,14 @@ def test_a_wrong_header_is_refused_by_name(tmp_path: Path, name: str, field: str
     with pytest.raises(CheckpointError, match=match) as caught:
         hf.open(tmp_path)
     assert "model.safetensors" in str(caught.value)
+
+
+def test_an_empty_tensor_of_a_shape_that_cannot_be(tmp_path: Path) -> None:
+    save_file({"none": torch.ones(0, 3)}, tmp_path / "model.safetensors")
+    assert hf.open(tmp_path).tensors["model/none"].shape == (0, 3)
+    rewrite(tmp_path / "model.safetensors", lambda header: header["none"].update(shape=[0, 1 << 70]))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: none of shape \(0, 1180591620717411303424\)"):
+        hf.open(tmp_path)
 
 
 def test_gaps_overlaps_and_doubles_in_a_header(tmp_path: Path) -> None:

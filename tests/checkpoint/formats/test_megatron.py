@@ -81,6 +81,14 @@ def test_a_runs_folder_leads_to_its_newest_iteration(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "iter_0000005", tmp_path / "release")
     latest.write_text("release")
     assert megatron.open(tmp_path).root == tmp_path / "release"
+    assert set(megatron.open(tmp_path).files) == {
+        f"../{latest.name}",
+        "mp_rank_00/model_optim_rng.pt",
+    }
+    for text in ("../iter_0000005", "..", "", "/", "\u00b2", "9" * 5000):
+        latest.write_text(text)
+        with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt says"):
+            megatron.open(tmp_path)
     latest.write_text("6")
     with pytest.raises(
         CheckpointError, match=r"iter_0000006, which latest_checkpointed_iteration.txt names, is missing"

@@ -12,6 +12,7 @@ import random
 import struct
 import subprocess
 import sys
+import time
 import types
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -22,7 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.formats import pickled, rebuild
+from holdfast.checkpoint.formats import rebuild
+from holdfast.checkpoint.formats.files import files_of, pointer_of
 from holdfast.checkpoint.formats.pickled import Foreign, load
 from holdfast.checkpoint.pieces import Catalogue, File, Stored, entry_of
 from holdfast.checkpoint.read import read_tensor
@@ -262,6 +264,9 @@ def test_the_handmade_archive_is_a_good_one(tmp_path: Path) -> None:
         ({"count": -1}, "storage"),
         ({"key": "1"}, "no record data/1"),
         ({"key": "../../secret"}, "no record data/../../secret"),
+        ({"size": (0, 1 << 59, 4), "stride": (1, 1, 1)}, "which no tensor can have"),
+        ({"size": (1 << 70, 0), "stride": (1, 1)}, "sizes or strides"),
+        ({"size": (1,) * 70, "stride": (1,) * 70}, "which no tensor can have"),
     ],
 )
 def test_a_tensor_outside_its_storage_is_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
@@ -289,6 +294,62 @@ def test_nothing_that_pickles_may_name_can_be_changed(tmp_path: Path, state: Any
         (tmp_path / "a.pkl").write_bytes(code)
         refused(tmp_path / "a.pkl")
     assert not [key for key, value in rebuild.ALLOWED.items() if hasattr(value, "mark")]
+
+
+def doubled(levels: int) -> bytes:
+    """Leaves ``((…), (…))`` on the stack: a few bytes for each level, and twice as much to hash."""
+    steps = ((bytes([level]), bytes([level + 1])) for level in range(levels))
+    return b"K\x01\x85q\x00" + b"".join(b"0h%bh%b\x86q%b" % (old, old, new) for old, new in steps)
+
+
+NESTED = {
+    "a key": b"}%bK\x01s.",
+    "a key among others": b"}(K\x01K\x01%bK\x01u.",
+    "a key of a dict at once": b"(%bK\x01d.",
+    "a member": b"\x8f(%b\x90.",
+    "a member of a frozenset": b"(%b\x91.",
+    "a member of an old set": b"cbuiltins\nset\n(]%batR.",
+    "a key of an old OrderedDict": b"ccollections\nOrderedDict\n(](%bK\x01latR.",
+    "the state of a key": b"}cdeepspeed.a\nB\n)\x81q\xf0K\x01s0h\xf0}X\x01\x00\x00\x00a%bsb0}h\xf0K\x01s.",
+    "the name of a storage": b"%bQ.",
+}
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_keys_that_take_forever_to_hash_are_refused(tmp_path: Path, place: str) -> None:
+    for levels, fine in ((3, True), (60, False)):
+        code = b"\x80\x04" + NESTED[place].replace(b"%b", doubled(levels))
+        (tmp_path / "a.pkl").write_bytes(code)
+        begin = time.monotonic()
+        if fine and place != "the name of a storage":
+            load(tmp_path / "a.pkl", root=tmp_path)
+        else:
+            refused(tmp_path / "a.pkl", "refers to" if place == "the name of a storage" else "nested without end")
+        assert time.monotonic() - begin < 1
+
+
+def test_objects_that_are_no_values_are_named_or_refused(tmp_path: Path) -> None:
+    def made(code: bytes) -> Any:
+        (tmp_path / "a.pkl").write_bytes(code)
+        return load(tmp_path / "a.pkl", root=tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"a\.pkl is refused: it holds a numpy array without its data"):
+        made(b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)\x81.")
+    assert made(pickle.dumps(np.dtype("float32"))) == Foreign(module="numpy", name="dtype", args=("f4",))
+    assert made(b"\x80\x02cnumpy\ndtype\n.") == Foreign(module="numpy", name="dtype")
+    assert made(b"\x80\x02cdeepspeed.a\nB\n.") == Foreign(module="deepspeed.a", name="B")
+    assert made(b"\x80\x02]ctorch\nFloatStorage\na.") == [Foreign(module="torch", name="FloatStorage")]
+
+
+def test_files_that_led_to_a_checkpoint(tmp_path: Path) -> None:
+    tag = tmp_path / "run" / "tag"
+    tag.mkdir(parents=True)
+    (tmp_path / "run" / "latest").write_text("tag")
+    assert pointer_of(tag, tmp_path / "run", "latest") == ["../latest"]
+    assert pointer_of(tag, tag, "latest") == []
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere").mkdir()
+    assert pointer_of(tmp_path / "run" / "link", tmp_path / "run", "latest") == [str(tmp_path / "run" / "latest")]
 
 
 def test_memory_is_not_claimed_on_a_files_word(tmp_path: Path) -> None:
@@ -387,10 +448,10 @@ def test_files_of_refuses_what_is_missing_or_short(tmp_path: Path) -> None:
     torch.save(torch.ones(4), tmp_path / "a.pt")
     stored = load(tmp_path / "a.pt", root=tmp_path)
     tensors = {"model/w": entry_of(stored)}
-    assert pickled.files_of(tmp_path, tensors) == {"a.pt": File(bytes=(tmp_path / "a.pt").stat().st_size)}
+    assert files_of(tmp_path, tensors) == {"a.pt": File(bytes=(tmp_path / "a.pt").stat().st_size)}
     (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[: stored.offset + 15])
     with pytest.raises(CheckpointError, match=r"a\.pt is too short to hold model/w"):
-        pickled.files_of(tmp_path, tensors)
+        files_of(tmp_path, tensors)
     (tmp_path / "a.pt").unlink()
     with pytest.raises(CheckpointError, match=r"a\.pt, which holds model/w, is missing"):
-        pickled.files_of(tmp_path, tensors)
+        files_of(tmp_path, tensors)

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,29 @@ def test_what_is_ambiguous_is_refused(tmp_path: Path) -> None:
     group = {"params": [0, 1], "param_names": ["a", "a"]}
     with pytest.raises(CheckpointError, match="do not match"):
         opened(tmp_path / "a.pt", {"optimizer": {"state": {}, "param_groups": [group]}})
+
+
+def test_what_is_read_as_something_else_is_said(tmp_path: Path) -> None:
+    saved = {
+        "model": {"w": torch.ones(1)},
+        "a": np.float32([1, 2]),
+        "deep": [{"s": {2, 1}}],
+        "c": 1 + 2j,
+        "n": np.int8(3),
+    }
+    catalogue = opened(tmp_path / "a.pt", saved)
+    assert {key: catalogue.tree[key] for key in ("a", "deep", "c", "n")} == {
+        "a": [1.0, 2.0],
+        "deep": [{"s": [1, 2]}],
+        "c": "(1+2j)",
+        "n": 3,
+    }
+    assert catalogue.details["left_out"] == [
+        "that a was a numpy array of float32: it is a list now",
+        "that deep/0/s was a set: it is a list now",
+        "that c was a complex number: it is a text now",
+    ]
+    assert "left_out" not in opened(tmp_path / "b.pt", {"model": {"w": torch.ones(1)}, "n": np.int8(3)}).details
 
 
 def test_other_files_are_not_recognised(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""The files of a checkpoint: those that were read to open it, and those that its tensors lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from holdfast.checkpoint.pieces import Entry, File
+from holdfast.errors import CheckpointError
+
+
+def files_of(root: Path, tensors: Mapping[str, Entry], read: Iterable[str] = ()) -> dict[str, File]:
+    """The files that were read and those that tensors lie in, with their sizes; one missing or too short is refused."""
+    sizes: dict[str, File] = {}
+
+    def find(file: str, holds: str) -> None:
+        if file not in sizes:
+            try:
+                sizes[file] = File(bytes=(root / file).stat().st_size)
+            except OSError as error:
+                reason = f"{root / file}{holds} is missing: {error.strerror}"
+                raise CheckpointError(reason, hint="copy the whole checkpoint") from error
+
+    for file in read:
+        find(file, "")
+    for name, entry in tensors.items():
+        for piece in entry.pieces:
+            stored = piece.stored
+            find(stored.file, f", which holds {name},")
+            if stored.offset + stored.span > sizes[stored.file].bytes:
+                reason = f"{root / stored.file} is too short to hold {name}"
+                raise CheckpointError(reason, hint="it was cut off; copy it again")
+    return sizes
+
+
+def pointer_of(root: Path, path: Path, name: str) -> list[str]:
+    """A file beside a checkpoint's folder that led to it, by its path from there; nothing if the path was the folder's.
+
+    >>> pointer_of(Path("run/tag"), Path("run/tag"), "latest")
+    []
+    """
+    if path == root or not (path / name).is_file():
+        return []
+    inside = root / ".." / name  # not, if the folder is a link
+    same = inside.exists() and inside.samefile(path / name)
+    return [f"../{name}" if same else str((path / name).absolute())]
