@@ -12,7 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from holdfast.checkpoint.disk import ALIGN, BLOCK, THREADS, Bytes, Progress, aligned, silent, write_blocks
+from holdfast.checkpoint.disk import (
+    ALIGN,
+    BLOCK,
+    THREADS,
+    Bytes,
+    Progress,
+    aligned,
+    blocks_of,
+    in_parallel,
+    silent,
+    write_blocks,
+)
 from holdfast.checkpoint.pieces import Shape, flat_boxes
 from holdfast.errors import UsageError
 
@@ -153,8 +164,11 @@ class Staged:
         if self._memory.nbytes < image.size:
             self._memory = aligned(image.size)
         self.size = image.size
-        for start in range(0, image.size, BLOCK):
+
+        def copy(start: int) -> None:
             image.fill(start, min(start + BLOCK, image.size), self._memory[start:])
+
+        in_parallel(copy, blocks_of(image.size))  # training stands still meanwhile: all cores are free
 
     def fill(self, start: int, stop: int, out: Bytes) -> Bytes:
         return self._memory[start:]
