@@ -131,15 +131,24 @@ def explained(path: Path, doing: str) -> Iterator[None]:
 def open_direct(path: Path, flags: int) -> int:
     """Opens past the page cache where the file system can."""
     fd = os.open(path, flags, 0o644)
-    _pass_cache(fd)
+    pass_cache(fd)
     return fd
 
 
-def _pass_cache(fd: int) -> None:
+def pass_cache(fd: int) -> None:
+    """From now on reads and writes go past the page cache, where the file system can."""
     try:  # not with open: where it cannot, O_CREAT has made the file before O_DIRECT is refused
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
         pass  # older tmpfs and some network file systems go through the cache
+
+
+def is_cached(fd: int, offset: int) -> bool:
+    """Whether a byte of a file can be had without the disk."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:  # not there, or not to be known on this file system
+        return False
 
 
 def write_blocks(
@@ -160,7 +169,7 @@ def write_blocks(
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             _reserve(fd, round_up(size))
-            _pass_cache(fd)
+            pass_cache(fd)
 
             def write(start: int) -> None:
                 stop = min(start + BLOCK, size)

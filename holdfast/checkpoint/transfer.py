@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from holdfast.checkpoint.disk import (
+    ALIGN,
     BLOCK,
     BUFFERS,
     Bytes,
@@ -19,7 +21,8 @@ from holdfast.checkpoint.disk import (
     checksum,
     explained,
     in_parallel,
-    open_direct,
+    is_cached,
+    pass_cache,
     read_exactly,
     round_up,
 )
@@ -74,14 +77,17 @@ def _few_files(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _open_files(catalogue: Catalogue, spans: Sequence[Span], stack: ExitStack) -> Mapping[str, int]:
-    """Our own files were written past the page cache and are read so; others' are likely to be in it."""
+    """Past the page cache, which our own files never were in; others' may be in it, having just been written."""
     files = {}
-    for name in {span.file for span in spans}:
-        path = catalogue.root / name
+    for name, group in groupby(spans, key=lambda span: span.file):
+        path, wanted = catalogue.root / name, list(group)
+        middle = wanted[len(wanted) // 2]  # the begin of a file was read when it was opened
         with explained(path, "read"):
+            fd = files[name] = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, fd)
             ours = catalogue.files[name].checksums is not None
-            files[name] = open_direct(path, os.O_RDONLY) if ours else os.open(path, os.O_RDONLY)
-        stack.callback(os.close, files[name])
+            if ours or not is_cached(fd, (middle.start + middle.stop) // 2):
+                pass_cache(fd)
     return files
 
 
@@ -102,10 +108,12 @@ def _read(catalogue: Catalogue, span: Span, fd: int, *, streaming: bool) -> None
     if streaming and _recent.catalogue is catalogue and _recent.span == key:
         _copy_all_out(span, _recent.data)
         return
-    with BUFFERS.lend(round_up(size)) as buffer:
+    before = span.start % ALIGN  # a read past the page cache begins on a page
+    with BUFFERS.lend(round_up(size + before)) as room:
         path = catalogue.root / span.file
         with explained(path, "read"):
-            read_exactly(fd, buffer, span.start, span.stop, path)
+            read_exactly(fd, room, span.start - before, span.stop, path)
+        buffer = room[before:]
         check_blocks(catalogue, span, buffer)
         _copy_all_out(span, buffer)
         if streaming and size <= BLOCK and sum(t.stored.nbytes for t in span.transfers) < size // 2:

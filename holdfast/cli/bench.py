@@ -59,8 +59,8 @@ def recovery(
 
 @app.command()
 def zero(
-    megabytes: Annotated[int, typer.Option("--mb", min=1, help="The size of the state.")] = 256,
-    rounds: Rounds = 3,
+    megabytes: Annotated[int, typer.Option("--mb", min=1, help="The size of the state.")] = 512,
+    rounds: Rounds = 5,
     json: Json = False,
 ) -> None:
     """Reading a ZeRO checkpoint into another layout: DeepSpeed's ds_to_universal and load, holdfast."""
