@@ -121,10 +121,8 @@ class Run:
         self._progress: dict[str, Any] = {"step": 0, "results": {}}
         self._state = State(model, update, self._progress, exact=exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
-        self._saver: Saver | None = None
-        if checkpoint is not None:
-            kept = Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
-            self._saver = Saver(kept, self._state, self._events)
+        kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
+        self._saver = Saver(kept, self._state, self._events) if kept else None
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._place = "after 0"  # where the script is: in the body of a loop, or after one
         self._done_here = 0

@@ -10,8 +10,6 @@ DeepSpeed reads nothing else.
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +20,10 @@ import torch
 from holdfast.checkpoint.disk import Progress, explained, silent, sync_folder
 from holdfast.checkpoint.facts import count, some
 from holdfast.checkpoint.formats.deepspeed_tree import KEPT, OWN
+from holdfast.checkpoint.formats.output import appearing
 from holdfast.checkpoint.pieces import Catalogue, Ref, Shape
 from holdfast.checkpoint.read import read_tensor
-from holdfast.errors import CheckpointError, UsageError
+from holdfast.errors import CheckpointError
 
 SLOTS = "slots"  # what an optimizer keeps that DeepSpeed cannot load: beside its own folder, which it lists
 REST = "holdfast"  # the tree's parts as they were: many have no place in DeepSpeed's files
@@ -40,10 +39,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, tag:
     """
     plan = _Plan.of(catalogue)
     tag = tag or f"global_step{plan.step}_universal"
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{path} exists already", hint="give the name of a new folder")
-    unfinished = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
-    try:
+    with appearing(path) as unfinished:
         with explained(unfinished, "write"):
             (unfinished / tag / "zero").mkdir(parents=True)
         _write_tensors(plan, unfinished / tag, progress)
@@ -52,12 +48,6 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, tag:
             (unfinished / "latest_universal").write_text(tag)
             for folder, _, _ in os.walk(unfinished):
                 sync_folder(Path(folder))
-            if path.is_dir():
-                path.rmdir()
-            os.rename(unfinished, path)
-            sync_folder(path.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @dataclass(kw_only=True)
