@@ -315,8 +315,10 @@ class Agent:
             self._say(worker.error["text"])
         elif self._restarts >= self.settings.max_restarts:
             self._say(f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up")
-            self._slots -= 1
-            self._tell({"type": "slots", "slots": self._slots})  # nobody has to wait for this one
+            left = len(self.workers) + len(self._replacements)  # spares among them
+            if left < self._slots:  # nobody has to wait for this one
+                self._slots = left
+                self._tell({"type": "slots", "slots": left})
         else:
             self._restarts += 1
             self._recovered = False

@@ -253,7 +253,8 @@ class Cohort:
         holders = [generation.rank_of(worker) for worker in settlement.holders]
         receivers = [generation.rank_of(worker) for worker in settlement.receivers]
         if self.membership.worker in settlement.receivers:
-            self._operation, self._spoilt = None, True  # until the last part is in, it holds nothing
+            self._operation = None  # until the last part is in, it holds nothing
+            self._spoilt = settlement.operation > 0  # before that, all there is are initial states
         received = copy_state(self.group, self._state, holders=holders, receivers=receivers)
         self._spoilt = False
         return received
