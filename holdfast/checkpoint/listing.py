@@ -41,9 +41,15 @@ def find(root: Path) -> list[Found]:
     """The checkpoints in a folder and below it, in the order of their names and steps."""
     if not root.exists():
         raise CheckpointError(f"{root} does not exist", hint="check the path")
-    found = sorted(_below(root, DEPTH), key=lambda one: (one.path.parent, one.step or 0, one.path))
-    newest = _newest(root, [one for one in found if one.state == COMPLETE])
-    return [replace(one, newest=one.path == newest) for one in found]
+    top = root.absolute()  # as opened checkpoints have it
+    found = sorted(_below(top, DEPTH), key=lambda one: (one.path.parent, one.step or 0, one.path))
+    newest = _newest(top, [one for one in found if one.state == COMPLETE])
+    return [replace(one, path=_as_given(one.path, root), newest=one.path == newest) for one in found]
+
+
+def _as_given(path: Path, root: Path) -> Path:
+    top = root.absolute()
+    return root / path.relative_to(top) if path.is_relative_to(top) else path
 
 
 def _newest(root: Path, complete: list[Found]) -> Path | None:

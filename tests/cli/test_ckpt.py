@@ -358,3 +358,13 @@ def test_a_pipe_gets_every_name_whole(holdfast, run: Path, monkeypatch: pytest.M
     monkeypatch.delenv("COLUMNS", raising=False)
     name = "a_rather_long_name_for_layer_00.weight/exp_avg_sq"
     assert any(row.startswith(name) for row in holdfast("inspect", run).out.splitlines())
+
+
+def test_ls_of_a_relative_path_is_that_of_an_absolute_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path / "run" / f"step-{step:08d}", {"step": step, "x": torch.ones(2)})
+    monkeypatch.chdir(tmp_path)
+    relative, absolute = find(Path("run")), find(tmp_path / "run")
+    assert [one.path for one in relative] == [Path("run/step-00000001"), Path("run/step-00000002")]
+    assert [one.path for one in absolute] == [tmp_path / one.path for one in relative]
+    assert [one.newest for one in relative] == [False, True]
