@@ -127,17 +127,7 @@ class Run:
         self._place = "after 0"  # where the script is: in the body of a loop, or after one
         self._done_here = 0
         self._warned = False
-        label = label_of(
-            model.module,
-            numerics=numerics,
-            samples=len(data),
-            batch=global_batch,
-            micro_batch=micro_batch,
-            seed=seed,
-            shuffle=shuffle,
-            clip_norm=clip_norm,
-            autocast=autocast,
-        )
+        label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
         self._progress["label"] = label
         resume = None if self._saver is None else self._saver.resume
         self._cohort = Cohort(_membership(label), self._state, chosen, self._events, resume=resume)

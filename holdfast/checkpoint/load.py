@@ -21,7 +21,7 @@ from holdfast.checkpoint.merge import is_optimizer
 from holdfast.checkpoint.objects import NUMPY, clean, describe, is_plain, memory_of, parameter_names, tensors_of, unwrap
 from holdfast.checkpoint.pieces import Catalogue, Ref, name_of, whole
 from holdfast.checkpoint.progress import bar
-from holdfast.checkpoint.ranks import Alone, Ranks, current, together
+from holdfast.checkpoint.ranks import Ranks, current, together
 from holdfast.checkpoint.read import Want, find, read
 from holdfast.checkpoint.ruled import Local, Plain, locals_of
 from holdfast.checkpoint.rules import Rules, parameter_of
@@ -66,7 +66,12 @@ def load(
     opened = together(ranks, "load", lambda: path if isinstance(path, Catalogue) else open_checkpoint(path))
     _refuse_different(ranks.exchange(_identity(opened)))
     layout = {} if rules is None else _layout(into, rules, place or {}, ranks)
-    return fill(opened, into, strict=strict, cast=cast, ranks=ranks, layout=layout)
+    filler = Filler(opened, cast=cast, layout=layout)
+    together(ranks, "load", lambda: filler.plan(into))
+    if strict:
+        filler.refuse_unexpected([json.loads(text) for text in ranks.exchange(json.dumps(filler.left).encode())])
+    together(ranks, "load", filler.carry_out)
+    return into
 
 
 def _identity(catalogue: Catalogue) -> bytes:
@@ -95,25 +100,6 @@ def _layout(into: dict[str, Any], rules: Rules, place: Mapping[str, int], ranks:
     ]
     lenient = Rules((), base=rules)  # a rule for slots alone matches nothing here
     return locals_of(plain, [place for _, place in said], lenient)[ranks.rank]
-
-
-def fill(
-    catalogue: Catalogue,
-    into: dict[str, Any],
-    *,
-    strict: bool = True,
-    cast: bool = False,
-    ranks: Ranks | None = None,
-    layout: Mapping[str, Local] | None = None,
-) -> dict[str, Any]:
-    """As :func:`load`, from a catalogue that is already open; without ``ranks``, by this worker alone."""
-    ranks = ranks or Alone()
-    filler = Filler(catalogue, cast=cast, layout=layout or {})
-    together(ranks, "load", lambda: filler.plan(into))
-    if strict:
-        filler.refuse_unexpected([json.loads(text) for text in ranks.exchange(json.dumps(filler.left).encode())])
-    together(ranks, "load", filler.carry_out)
-    return into
 
 
 class Filler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -231,10 +232,10 @@ def _to(value: Any, device: torch.device) -> Any:
     return value
 
 
-def label_of(module: nn.Module, **settings: Any) -> str:
+def label_of(module: nn.Module, order: Order, **settings: Any) -> str:
     """What must be equal on all workers, in words: they show it when they join."""
     parameters = sum(p.numel() for p in module.parameters())
     capability = torch.backends.cpu.get_cpu_capability()
-    shown = {"parameters": parameters, **settings, "threads": torch.get_num_threads()}
+    shown = {"parameters": parameters, **settings, **asdict(order), "threads": torch.get_num_threads()}
     shown |= {"torch": torch.__version__, "cpu": capability}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
