@@ -1,0 +1,73 @@
+"""How many micro-batches each pipeline gets: all of them in all, the slowest pipeline as fast as possible."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from holdfast.errors import UsageError
+from holdfast.plan.template import Template
+
+CLOSE = 1e-9  # relative: nearer times are equal
+
+
+def split(micro_batches: int, templates: Sequence[Template]) -> list[int]:
+    """Micro-batches for one pipeline of each template given, at least one each.
+
+    >>> from holdfast.plan.template import make_templates
+    >>> from holdfast.plan.profile import uniform
+    >>> made = make_templates(uniform(8), nodes=6, tolerate=1, minimum=2).by_nodes
+    >>> split(12, [made[2], made[4]])
+    [4, 8]
+    """
+    if micro_batches < len(templates):
+        raise UsageError(
+            f"{micro_batches} micro-batches cannot be shared by {len(templates)} pipelines",
+            hint=f"the nearest number that can is {len(templates)}",
+        )
+    alone = len(templates) == 1
+    if alone:
+        return [micro_batches]
+    kinds = {id(template): template for template in templates}
+    slowest = _least_seconds(micro_batches, templates)
+    most = {kind: max(template.capacity(slowest), 1) for kind, template in kinds.items()}
+    given = [most[id(template)] for template in templates]
+    _take_back(sum(given) - micro_batches, given, templates)
+    return given
+
+
+def _least_seconds(micro_batches: int, templates: Sequence[Template]) -> float:
+    """The shortest step that has time for all: halved down to it, then exactly."""
+    low = max(template.seconds(1) for template in templates)
+    if _total(low, templates) >= micro_batches:
+        return low
+    high = 2 * low
+    while _total(high, templates) < micro_batches:
+        low, high = high, 2 * high
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        if _total(middle, templates) >= micro_batches:
+            high = middle
+        else:
+            low = middle
+    # The step ends when some pipeline does: the last such moment within ``high``.
+    return max(template.seconds(max(template.capacity(high), 1)) for template in templates)
+
+
+def _total(seconds: float, templates: Sequence[Template]) -> int:
+    counted: dict[int, int] = {}
+    for template in templates:
+        if id(template) not in counted:
+            counted[id(template)] = template.capacity(seconds)
+    return sum(counted[id(template)] for template in templates)
+
+
+def _take_back(surplus: int, given: list[int], templates: Sequence[Template]) -> None:
+    """Takes micro-batches off whoever is slowest, one by one."""
+    order = [(-template.seconds(given[place]), place) for place, template in enumerate(templates) if given[place] > 1]
+    heapq.heapify(order)
+    for _ in range(surplus):
+        _, place = heapq.heappop(order)
+        given[place] -= 1
+        if given[place] > 1:
+            heapq.heappush(order, (-templates[place].seconds(given[place]), place))

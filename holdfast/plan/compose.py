@@ -1,0 +1,247 @@
+"""How many pipelines of each size: the fastest step, searched and not listed.
+
+In a step of T seconds each template has time for so many micro-batches; the most that N nodes have time
+for is a knapsack over sizes. The least T for which that reaches the step's micro-batches is the answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.plan.batch import CLOSE
+from holdfast.plan.template import TINY, Template
+from holdfast.plan.timeline import Vector
+
+Composition = dict[int, int]  # pipelines by size
+NEVER = -(1 << 60)  # what an impossible sum of sizes has time for
+HALVINGS = 12  # then few steps are left that could be the best, and they are tried from above
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a composition has to be: all nodes used, enough pipelines, a micro-batch for each."""
+
+    nodes: int
+    fewest: int  # pipelines: f + 1
+    micro_batches: int
+
+
+def fewest_pipelines(demand: Demand, sizes: Sequence[int]) -> int | None:
+    """The least number of pipelines that use all nodes, None if no sum of sizes does.
+
+    >>> fewest_pipelines(Demand(nodes=9, fewest=2, micro_batches=8), [2, 3, 4])
+    3
+    """
+    reachable = np.zeros(demand.nodes + 1, dtype=bool)
+    reachable[0] = True
+    for count in range(1, demand.nodes // min(sizes) + 1):
+        before, reachable = reachable, np.zeros_like(reachable)
+        for size in sizes:
+            reachable[size:] |= before[: max(len(before) - size, 0)]
+        if reachable[-1] and count >= demand.fewest:
+            return count
+    return None
+
+
+class Menu:
+    """The templates as arrays, to ask all of them at once."""
+
+    def __init__(self, templates: Mapping[int, Template]) -> None:
+        self.templates = dict(sorted(templates.items()))
+        self.sizes = np.array(list(self.templates))
+        knots = [template.knots for template in self.templates.values()]
+        self._count = np.array([len(each.numbers) for each in knots])
+        self._numbers = np.zeros((len(knots), self._count.max()))
+        self._times = np.full((len(knots), self._count.max()), np.inf)
+        for row, each in enumerate(knots):
+            self._numbers[row, : len(each.numbers)] = each.numbers
+            self._times[row, : len(each.times)] = each.times
+        self._slope = np.array([each.slope for each in knots])
+        self._lanes = np.array([template.lanes for template in self.templates.values()])
+
+    def capacities(self, seconds: float) -> Vector:
+        """``Template.capacity`` of all templates; NEVER instead of 0."""
+        seconds *= 1 + TINY
+        row = np.arange(len(self.sizes))
+        reached = (self._times <= seconds).sum(axis=1)
+        low = np.maximum(reached - 1, 0)
+        high = np.minimum(reached, self._count - 1)
+        steps = np.maximum(self._numbers[row, high] - self._numbers[row, low], 1)
+        rise = np.where(high > low, (self._times[row, high] - self._times[row, low]) / steps, self._slope)
+        more = np.floor((seconds - self._times[row, low]) / rise + 1e-7)
+        more -= self._times[row, low] + more * rise > seconds  # rounding may put the border on either side
+        return np.where(reached > 0, (self._numbers[row, low] + more) * self._lanes, NEVER).astype(np.int64)
+
+    def last_end(self, composition: Composition, seconds: float) -> float:
+        """When the last pipeline of a composition ends that is as full as ``seconds`` allow."""
+        chosen = [self.templates[size] for size in composition]
+        return max(template.seconds(max(template.capacity(seconds), 1)) for template in chosen)
+
+
+def fastest(menu: Menu, demand: Demand) -> tuple[float, Composition]:
+    """The least seconds of a step, and one way to get them. There must be a way.
+
+    >>> from holdfast.plan.template import make_templates
+    >>> from holdfast.plan.profile import uniform
+    >>> menu = Menu(make_templates(uniform(8), nodes=9, tolerate=1, minimum=2).by_nodes)
+    >>> fastest(menu, Demand(nodes=9, fewest=2, micro_batches=36))[1]
+    {2: 1, 3: 1, 4: 1}
+    """
+    low = high = min(template.seconds(1) for template in menu.templates.values())
+    while (found := _within(menu, demand, high)) is None:
+        low, high = high, 2 * high
+    best = found
+    for attempt in range(10_000):
+        high = min(high, menu.last_end(best, high))
+        target = (low + high) / 2 if attempt < HALVINGS else high * (1 - CLOSE)
+        found = _within(menu, demand, target)
+        if found is not None:
+            best, high = found, target
+        elif attempt < HALVINGS:
+            low = target
+        else:
+            break
+    if demand.fewest == 1 and demand.nodes in menu.templates:
+        alone = menu.templates[demand.nodes].seconds(demand.micro_batches, alone=True)
+        if alone <= high:
+            return alone, {demand.nodes: 1}
+    return high, best
+
+
+def _within(menu: Menu, demand: Demand, seconds: float) -> Composition | None:
+    """Pipelines that together have time for all micro-batches, if there are any."""
+    items = [
+        (size, worth)
+        for size, worth in zip(menu.sizes.tolist(), menu.capacities(seconds).tolist(), strict=True)
+        if worth > 0 and size <= demand.nodes
+    ]
+    if not items:
+        return None
+    if demand.micro_batches < demand.nodes // items[0][0]:  # some compositions have too many pipelines
+        tables = list(_exactly(items, demand.nodes, demand.micro_batches))
+        count = max(range(demand.fewest, len(tables)), key=lambda count: int(tables[count][demand.nodes]))
+        if tables[count][demand.nodes] < demand.micro_batches:
+            return None
+        return dict(Counter(sorted(_trace(items, tables[: count + 1], demand.nodes))))
+    free, items = _any_number(items, demand.nodes)
+    tables = list(_exactly(items, demand.nodes, demand.fewest))
+    both = tables[-1] + free[::-1]
+    first = int(np.argmax(both))
+    if both[first] < demand.micro_batches:
+        return None
+    chosen = [*_trace(items, tables, first), *_trace(items, [free] * (demand.nodes + 1), demand.nodes - first)]
+    return dict(Counter(sorted(chosen)))
+
+
+Items = list[tuple[int, int]]  # a size, and the micro-batches that it has time for
+
+
+def _exactly(items: Items, nodes: int, count: int) -> Iterator[Vector]:
+    """The most that exactly 0, 1, … ``count`` pipelines have time for, by the nodes they use."""
+    table = np.full(nodes + 1, NEVER)
+    table[0] = 0
+    yield table
+    for _ in range(count):
+        longer = np.full(nodes + 1, NEVER)
+        for size, worth in items:
+            np.maximum(longer[size:], table[: nodes + 1 - size] + worth, out=longer[size:])
+        table = np.where(longer < 0, NEVER, longer)
+        yield table
+
+
+def _any_number(items: Items, nodes: int) -> tuple[Vector, Items]:
+    """The most that any pipelines have time for, by the nodes they use, and the sizes that this takes.
+
+    A size that has time for no more than smaller ones together is left out.
+    """
+    table = np.full(nodes + 1, NEVER)
+    table[0] = 0
+    needed = []
+    for size, worth in items:
+        if table[size] < worth:
+            needed.append((size, worth))
+            table = _with(table, size, worth)
+    return table, needed
+
+
+def _with(table: Vector, size: int, worth: int) -> Vector:
+    """The table if pipelines of one more size may be used.
+
+    How many is a running maximum along the totals that leave the same rest when divided by the size.
+    """
+    rows = -(-len(table) // size)
+    padded = np.full(rows * size, NEVER)
+    padded[: len(table)] = table
+    gained = np.arange(rows)[:, None] * worth
+    best = np.maximum.accumulate(padded.reshape(rows, size) - gained, axis=0) + gained
+    longer = best.reshape(-1)[: len(table)]
+    return np.where(longer < 0, NEVER, longer)
+
+
+def _trace(items: Items, tables: Sequence[Vector], total: int) -> Iterator[int]:
+    """The sizes behind the last table's entry for ``total``."""
+    for before, after in zip(reversed(tables[:-1]), reversed(tables[1:]), strict=True):
+        if total == 0:
+            return
+        size = next(s for s, worth in items if s <= total and before[total - s] + worth == after[total])
+        yield size
+        total -= size
+
+
+def equals(menu: Menu, demand: Demand, seconds: float, near: Mapping[int, int], limit: int) -> list[Composition]:
+    """Compositions whose step takes no longer than that, at most ``limit``.
+
+    Those nearest to the pipelines there are (``near``) come first; otherwise those with more pipelines.
+    """
+    value = menu.capacities(seconds * (1 + CLOSE))
+    items = [
+        (int(size), int(worth))
+        for size, worth in zip(menu.sizes, value, strict=True)
+        if worth > 0 and size <= demand.nodes
+    ]
+    # Sizes that are there now come first: their number is chosen while everything is still open.
+    items.sort(key=lambda item: (-near.get(item[0], 0), item[0]))
+    table = np.full(demand.nodes + 1, NEVER)
+    table[0] = 0
+    tables = [table]
+    for size, worth in reversed(items):
+        tables.append(_with(tables[-1], size, worth))
+    search = _Equals(items=items, tables=tables[::-1], near=near, demand=demand, limit=limit, found=[])
+    search.go(0, demand.nodes, demand.micro_batches, {})
+    return search.found
+
+
+@dataclass(kw_only=True)
+class _Equals:
+    """A depth-first search that never enters a branch without a composition, but for the number of pipelines."""
+
+    items: Items
+    tables: list[Vector]  # the most that the sizes from each on have time for
+    near: Mapping[int, int]
+    demand: Demand
+    limit: int
+    found: list[Composition]
+    looked: int = 0
+
+    def go(self, place: int, nodes: int, micro_batches: int, chosen: Composition) -> None:
+        self.looked += 1
+        if nodes == 0:
+            count = sum(chosen.values())
+            if micro_batches <= 0 and self.demand.fewest <= count <= self.demand.micro_batches:
+                self.found.append(dict(sorted(chosen.items())))
+            return
+        if place == len(self.items):
+            return
+        size, worth = self.items[place]
+        counts = np.arange(nodes // size + 1)
+        enough = self.tables[place + 1][nodes - counts * size] + counts * worth >= micro_batches
+        there = self.near.get(size, 0) if self.near else len(counts)
+        for count in sorted(counts[enough].tolist(), key=lambda count: (abs(count - there), -count)):
+            if len(self.found) >= self.limit or self.looked > 50 * self.limit + 200:
+                return
+            more = {**chosen, size: count} if count else chosen
+            self.go(place + 1, nodes - count * size, micro_batches - count * worth, more)

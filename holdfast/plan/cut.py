@@ -1,0 +1,286 @@
+"""Where to cut the layers of a pipeline into stages: the shortest step, by bound and search.
+
+Let stage i be the one that a step waits for, w what a micro-batch occupies it, N the micro-batches. It
+works N·w, after the first micro-batch has come through the stages before it. While it fills and while it
+drains it may also have to wait for the stages behind, once there and back: then the forwards (or
+backwards) that it can do meanwhile are hidden behind that. From its last backward the stages before it
+have to go back too, and each sums its gradients with other pipelines and updates when its own are
+done. The largest of these sums is a lower bound of the exact step, and mostly equal to it.
+
+The bound of a stage depends on its layers, its place and on what lies behind, so dynamic programming from
+the end gives a bound for every suffix. Best-first search then completes cuts in the order of their
+bounds and times each by the exact recurrence; it stops when no bound is left below the best time: proven.
+On large models that may take too long; then it stops earlier and says how far the bound is (``gap``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.plan.profile import Link, Profile
+from holdfast.plan.timeline import StageTimes, Vector, last_ends
+
+EFFORT = 8_000  # vector operations spent on completing cuts; enough to finish every model of up to 10 layers
+EXPANSION = 6  # of these, to look one stage further
+TINY = 1e-12  # rounding: not a difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The shape of a pipeline's lane: its stages, of which each node holds ``per_node``."""
+
+    stages: int
+    per_node: int
+    lanes: int
+    micro_batches: int
+
+    def crosses(self, stage: int) -> bool:
+        """Does the boundary in front of this stage lie between two nodes?"""
+        return stage % self.per_node == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Layers [bounds[i], bounds[i+1]) are stage i; no cut is faster than seconds / (1 + gap)."""
+
+    bounds: tuple[int, ...]
+    seconds: float
+    gap: float
+
+
+class Costs:
+    """A profile as arrays: sums over layers [a, b) at a glance.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> chain = Chain(stages=2, per_node=1, lanes=1, micro_batches=8)
+    >>> best_cut(Costs(uniform(4)), chain).bounds
+    (0, 2, 4)
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.count = len(profile.layers)
+        self.forward = _sums([layer.forward for layer in profile.layers])
+        self.backward = _sums([layer.backward for layer in profile.layers])
+        self.resident = _sums([layer.resident_bytes for layer in profile.layers])
+        self.saved = _sums([layer.saved_bytes for layer in profile.layers])
+        self.trainable = _sums([layer.trainable_bytes for layer in profile.layers])
+        self.update = _sums([layer.update for layer in profile.layers])
+
+    def link(self, chain: Chain, stage: int) -> tuple[Link, int]:
+        """The link in front of a stage, and how many lanes share it."""
+        crosses = chain.crosses(stage)
+        return (self.profile.between, chain.lanes) if crosses else (self.profile.inside, 1)
+
+    def sends(self, chain: Chain, stage: int) -> tuple[Vector, Vector]:
+        """Seconds to send forward and backward over the boundary in front of a stage, by the layer it begins with."""
+        link, shared = self.link(chain, stage)
+        layers = self.profile.layers
+        forward = [0.0, *(link.seconds(shared * layer.output_bytes) for layer in layers[:-1]), 0.0]
+        backward = [0.0, *(link.seconds(shared * layer.output_gradient_bytes) for layer in layers[:-1]), 0.0]
+        return np.array(forward), np.array(backward)
+
+    def times(self, chain: Chain, bounds: tuple[int, ...]) -> list[StageTimes]:
+        """What one micro-batch takes at each stage of a cut."""
+        found = []
+        for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
+            last = stage + 1 == chain.stages
+            found.append(
+                StageTimes(
+                    forward=float(self.forward[stop] - self.forward[first]),
+                    backward=float(self.backward[stop] - self.backward[first]),
+                    send_forward=0.0 if last else float(self.sends(chain, stage + 1)[0][stop]),
+                    send_backward=float(self.sends(chain, stage)[1][first]),
+                )
+            )
+        return found
+
+    def after(self, chain: Chain, first: Vector, stop: Vector) -> tuple[Vector, Vector]:
+        """Seconds after a stage's last backward: its update with the sum among lanes, and the sum with other pipelines.
+
+        A ring, or the exchange of halves, sends and receives each byte about twice. The stages of a node
+        share its link to other nodes.
+        """
+        inside, between = self.profile.inside, self.profile.between
+        size = self.trainable[stop] - self.trainable[first]
+        update = self.update[stop] - self.update[first]
+        if chain.lanes > 1:
+            update = update + np.where(size > 0, inside.latency + 2 * size / inside.bandwidth, 0.0)
+        exchange = np.where(size > 0, between.latency + 2 * size * chain.per_node / between.bandwidth, 0.0)
+        return update, exchange
+
+    def memory(self, chain: Chain, stage: int, first: int, stop: int) -> int:
+        """Bytes of a stage's device: the state, the gradient, and what the micro-batches under way keep."""
+        under_way = min(chain.stages - stage, chain.micro_batches)
+        resident = int(self.resident[stop] - self.resident[first])
+        return resident + under_way * int(self.saved[stop] - self.saved[first])
+
+
+def _sums(values: list[float]) -> Vector:
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+class Bounds:
+    """Lower bounds of every suffix, by its first stage and layer.
+
+    ``done`` bounds the end of the stage's last backward, ``step`` that of all stages from it on with what
+    comes after, ``round_trip`` is the way of a micro-batch to the end and back. Sends forward over the
+    boundaries before are left out of the first two: everything behind has to add them.
+    """
+
+    def __init__(self, costs: Costs, chain: Chain) -> None:
+        self.costs = costs
+        self.chain = chain
+        stages, size = chain.stages, costs.count + 1
+        sends = [costs.sends(chain, stage) for stage in range(stages)]
+        sends.append((np.zeros(size), np.zeros(size)))  # nothing is sent behind the last stage
+        self.sends: Vector = np.array(sends)  # stage, direction, first layer
+        self.done, self.step, self.round_trip = np.full((3, stages + 1, size), np.inf)
+        self.done[stages, costs.count] = -np.inf
+        self.step[stages, costs.count] = self.round_trip[stages, costs.count] = 0.0
+        spare = costs.count - stages
+        for stage in reversed(range(stages)):
+            # Each stage before and behind needs a layer too.
+            first = np.arange(stage, stage + spare + 1) if stage else np.array([0])
+            stop = np.arange(stage + 1, stage + spare + 2)
+            part = self.stage(stage, first[:, None], stop)
+            self.done[stage, first] = part.done.min(axis=1)
+            rest = self.step[stage + 1, stop] + self.sends[stage, 0, first][:, None]
+            self.step[stage, first] = np.maximum(part.done + part.after, rest).min(axis=1)
+            self.round_trip[stage, first] = part.round_trip.min(axis=1)
+
+    @property
+    def least(self) -> float:
+        """No cut can be faster; infinite if none fits the memory."""
+        return float(self.step[0, 0])
+
+    def stage(self, stage: int, first: Vector, stop: Vector) -> _Part:
+        """What layers [first, stop) mean as this stage, with the best that may come behind; infinite if too large."""
+        costs, chain = self.costs, self.chain
+        send = self.sends[stage, 0, first]
+        forward = costs.forward[stop] - costs.forward[first] + self.sends[stage + 1, 0, stop]
+        backward = costs.backward[stop] - costs.backward[first] + self.sends[stage, 1, first]
+        behind = self.round_trip[stage + 1, stop]
+        hidden = chain.stages - stage - 1
+        filling = np.maximum(behind - hidden * forward, 0.0)
+        draining = np.maximum(behind - hidden * backward, 0.0)
+        own = costs.forward[first] + send + chain.micro_batches * (forward + backward) + filling + draining
+        done = np.maximum(own, self.done[stage + 1, stop] + send + backward)
+        misfit = np.where(self._fits(hidden + 1, first, stop), 0.0, np.inf)
+        update, exchange = costs.after(chain, first, stop)
+        return _Part(
+            done=done + misfit,
+            after=update + exchange,
+            backward=backward,
+            round_trip=forward + backward + behind + misfit,
+        )
+
+    def _fits(self, under_way: int, first: Vector, stop: Vector) -> Vector:
+        costs = self.costs
+        fits: Vector = first < stop
+        if costs.profile.memory is None:
+            return fits
+        saved = min(under_way, self.chain.micro_batches) * (costs.saved[stop] - costs.saved[first])
+        return fits & (costs.resident[stop] - costs.resident[first] + saved <= costs.profile.memory)
+
+    def occupied(self, cut: tuple[int, ...]) -> tuple[Vector, Vector, Vector]:
+        """What a micro-batch's forward and backward occupy each stage of a cut, and the seconds after."""
+        at = np.array(cut)
+        place = np.arange(self.chain.stages)
+        forward = np.diff(self.costs.forward[at]) + self.sends[place + 1, 0, at[1:]]
+        backward = np.diff(self.costs.backward[at]) + self.sends[place, 1, at[:-1]]
+        update, exchange = self.costs.after(self.chain, at[:-1], at[1:])
+        return forward, backward, update + exchange
+
+
+class _Part(NamedTuple):
+    done: Vector
+    after: Vector
+    backward: Vector
+    round_trip: Vector
+
+
+class _Open(NamedTuple):
+    """A cut that is not complete: ordered by its bound, on equal bounds the deepest first."""
+
+    bound: float
+    left: int  # stages
+    cut: tuple[int, ...]
+    sent: float  # forward, before the last stage chosen
+    back: float  # from the next stage's last backward to the end of a step
+
+
+def best_cut(costs: Costs, chain: Chain, bounds: Bounds | None = None) -> Cut | None:
+    """The fastest cut into ``chain.stages`` stages that fits the memory; None if none does."""
+    bounds = bounds or Bounds(costs, chain)
+    if bounds.least == np.inf:
+        return None
+    root = _Open(bounds.least, chain.stages, (0,), 0.0, 0.0)
+    best = _timed(bounds, _first_guess(bounds, root))
+    waiting = [root]
+    effort = 0
+    while waiting:
+        chosen = heapq.heappop(waiting)
+        if chosen.bound >= best.seconds * (1 - TINY):
+            break
+        if effort > EFFORT:
+            return replace(best, gap=best.seconds / chosen.bound - 1)
+        effort += EXPANSION
+        if chosen.left:
+            for child in _children(bounds, chosen, below=best.seconds * (1 - TINY)):
+                heapq.heappush(waiting, child)
+        elif _closer_bound(bounds, chosen.cut) < best.seconds * (1 - TINY):
+            best = min(best, _timed(bounds, chosen.cut), key=lambda cut: cut.seconds)
+            effort += chain.micro_batches + chain.stages
+    return best
+
+
+def _children(bounds: Bounds, chosen: _Open, *, below: float) -> list[_Open]:
+    """The ways to choose one more stage, with bounds below a limit."""
+    chain, count = bounds.chain, bounds.costs.count
+    stage, first, left = chain.stages - chosen.left, chosen.cut[-1], chosen.left - 1
+    stops = np.arange(first + 1, count - left + 1) if left else np.array([count])
+    part = bounds.stage(stage, np.array(first), stops)
+    sent = chosen.sent + float(bounds.sends[stage, 0, first])
+    own = part.done + chosen.sent + np.maximum(part.after, chosen.back)
+    bound = np.maximum(np.maximum(own, bounds.step[stage + 1, stops] + sent), chosen.bound)
+    back = part.backward + np.maximum(part.after, chosen.back)
+    return [
+        _Open(float(bound[i]), left, (*chosen.cut, int(stops[i])), sent, float(back[i]))
+        for i in np.flatnonzero(bound < below)
+    ]
+
+
+def _first_guess(bounds: Bounds, root: _Open) -> tuple[int, ...]:
+    """Always the child with the least bound: often the best cut already."""
+    chosen = root
+    while chosen.left:
+        chosen = min(_children(bounds, chosen, below=np.inf))
+    return chosen.cut
+
+
+def _timed(bounds: Bounds, cut: tuple[int, ...]) -> Cut:
+    forward, backward, after = bounds.occupied(cut)
+    ends = last_ends(forward, backward, np.array([bounds.chain.micro_batches]))
+    return Cut(bounds=cut, seconds=float((ends + after).max()), gap=0.0)
+
+
+def _closer_bound(bounds: Bounds, cut: tuple[int, ...]) -> float:
+    """The bound of a whole cut, which may wait for only some of the stages behind. Far cheaper than timing it."""
+    forward, backward, after = bounds.occupied(cut)
+    both = forward + backward
+    until = np.cumsum(both)
+    place = np.arange(len(both))
+    further = place - place[:, None]
+    wait = np.where(further >= 0, until - until[:, None], -np.inf)
+    filling = (wait - further * forward[:, None]).max(axis=1)
+    draining = (wait - further * backward[:, None]).max(axis=1)
+    own = np.cumsum(forward) - forward + bounds.chain.micro_batches * both + filling + draining
+    before = np.cumsum(backward) - backward
+    done = np.maximum.accumulate((own + before)[::-1])[::-1] - before
+    return float((done + after).max())

@@ -1,0 +1,102 @@
+"""Which node takes which place: the assignment that moves the fewest bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+
+from holdfast.plan.profile import LayerCost
+from holdfast.plan.timeline import Vector
+
+Node = str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The node of each place, what they have to be sent in all, and who is left over."""
+
+    nodes: tuple[Node, ...]
+    moved_bytes: int
+    spares: tuple[Node, ...]
+
+
+def place(
+    places: Sequence[range], nodes: Sequence[Node], held: Mapping[Node, range], layers: Sequence[LayerCost]
+) -> Placement:
+    """Each place holds a range of layers; a node that takes it is sent those that it does not hold yet.
+
+    A node that holds just what a place needs stays (if another optimum sent it elsewhere, letting the two
+    swap would cost no more: what a holder of A lacks for C is at most what it lacks for B, plus what a
+    holder of B lacks for C). The few that are left are a minimum-cost assignment.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> held = {"a": range(0, 2), "b": range(2, 4), "c": range(0, 1)}
+    >>> place([range(0, 1), range(1, 4)], ["a", "b", "c"], held, uniform(4, weight_bytes=1).layers)
+    Placement(nodes=('c', 'b'), moved_bytes=3, spares=('a',))
+    """
+    sums = np.concatenate([[0], np.cumsum([layer.state_bytes for layer in layers])])
+    taken: dict[int, Node] = {}
+    left = sorted(nodes, key=lambda node: (natural(node), node))
+    waiting: defaultdict[range, list[Node]] = defaultdict(list)
+    for node in reversed(left):
+        waiting[held.get(node, range(0))].append(node)
+    for number, wanted in enumerate(places):
+        if waiting.get(wanted):
+            taken[number] = waiting[wanted].pop()
+    stay = set(taken.values())
+    left = [node for node in left if node not in stay]
+    open_places = [number for number in range(len(places)) if number not in taken]
+    moved = 0
+    if open_places:
+        cost = _missing([places[number] for number in open_places], [held.get(node, range(0)) for node in left], sums)
+        rows, columns = _assign(cost)
+        # Before anything is held, all begin alike: from the seed or from a checkpoint.
+        moved = int(cost[rows, columns].sum()) if any(held.values()) else 0
+        taken.update({open_places[row]: left[column] for row, column in zip(rows, columns, strict=True)})
+    used = set(taken.values())
+    return Placement(
+        nodes=tuple(taken[number] for number in range(len(places))),
+        moved_bytes=moved,
+        spares=tuple(node for node in left if node not in used),
+    )
+
+
+def _missing(places: Sequence[range], held: Sequence[range], sums: Vector) -> Vector:
+    """Bytes that each holder lacks for each place."""
+    first = np.array([wanted.start for wanted in places])[:, None]
+    stop = np.array([wanted.stop for wanted in places])[:, None]
+    has_first = np.maximum(first, np.array([layers.start for layers in held])[None, :])
+    has_stop = np.minimum(stop, np.array([layers.stop for layers in held])[None, :])
+    lacking: Vector = sums[stop] - sums[first] - (sums[np.maximum(has_first, has_stop)] - sums[has_first])
+    return lacking
+
+
+def _assign(cost: Vector) -> tuple[Vector, Vector]:
+    if (cost == cost[:, :1]).all():  # all nodes are alike: a fresh start
+        return np.arange(cost.shape[0]), np.arange(cost.shape[0])
+    rows, columns = linear_sum_assignment(cost)
+    return rows, columns
+
+
+def natural(node: Node) -> tuple[tuple[int, int | str], ...]:
+    """For sorting names as people do.
+
+    >>> sorted(["n10", "n9", "n1"], key=natural)
+    ['n1', 'n9', 'n10']
+    """
+    parts: list[tuple[int, int | str]] = []
+    word = ""
+    for letter in node:
+        if word and letter.isdecimal() != word[-1].isdecimal():
+            parts.append(_part(word))
+            word = ""
+        word += letter
+    return (*parts, _part(word)) if word else tuple(parts)
+
+
+def _part(word: str) -> tuple[int, int | str]:
+    return (0, int(word)) if word.isdecimal() else (1, word)

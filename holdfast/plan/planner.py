@@ -1,0 +1,226 @@
+"""The plan: which nodes form which pipelines, with how many micro-batches each, and why.
+
+Pure: the same templates, nodes and holdings give the same plan on every worker, so nobody has to be told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from holdfast.errors import UsageError
+from holdfast.plan.batch import split
+from holdfast.plan.compose import Composition, Demand, Menu, equals, fastest, fewest_pipelines
+from holdfast.plan.place import Node as Node
+from holdfast.plan.place import Placement, place
+from holdfast.plan.template import Template, Templates
+
+TRIES = 4096  # nodes placed while looking for the equal plan that moves the fewest bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Nodes in the order of the template's, and the micro-batches that they compute in a step."""
+
+    template: Template
+    nodes: tuple[Node, ...]
+    micro_batches: int
+    alone: bool = False  # no other pipeline to sum gradients with
+
+    @property
+    def seconds(self) -> float:
+        return self.template.seconds(self.micro_batches, alone=self.alone)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Who does what. ``moved_bytes`` is what nodes have to be sent of layers that they do not hold yet."""
+
+    pipelines: tuple[Pipeline, ...]
+    tolerate: int
+    micro_batches: int
+    moved_bytes: int
+    spares: tuple[Node, ...]  # nodes without a place: only if the model has too few layers
+    lost: tuple[int, ...]  # layers that nobody holds any more: they come from a log or a checkpoint
+    reason: str
+
+    @property
+    def seconds(self) -> float:
+        """A step takes as long as its slowest pipeline."""
+        return max(pipeline.seconds for pipeline in self.pipelines)
+
+    def held(self) -> dict[Node, range]:
+        """The layers of each node."""
+        return {
+            node: layers
+            for pipeline in self.pipelines
+            for node, layers in zip(pipeline.nodes, pipeline.template.roles, strict=True)
+        }
+
+    def holders(self, layer: int) -> list[Node]:
+        """The nodes that hold a layer: more than ``tolerate``."""
+        return [node for node, layers in self.held().items() if layer in layers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """There are too few nodes for a plan."""
+
+    nodes: int
+    needed: int
+    reason: str
+    hint: str
+
+
+def make_plan(
+    templates: Templates,
+    nodes: Sequence[Node],
+    *,
+    micro_batches: int,
+    held: Mapping[Node, range] | None = None,
+    slack: float = 0.0,
+) -> Plan | Shortage:
+    """The fastest plan for these nodes; among equally fast ones that which moves the fewest bytes.
+
+    ``held`` are the layers that nodes hold now; nodes that are not in it have nothing yet. With ``slack``
+    0.02 a step that is up to 2% longer counts as equal, if that moves less.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> from holdfast.plan.template import make_templates
+    >>> made = make_templates(uniform(8), nodes=5, tolerate=1, minimum=2)
+    >>> plan = make_plan(made, ["a", "b", "c", "d", "e"], micro_batches=20)
+    >>> [(pipeline.nodes, pipeline.micro_batches) for pipeline in plan.pipelines]
+    [(('a', 'b'), 8), (('c', 'd', 'e'), 12)]
+    >>> make_plan(made, ["a", "b", "c"], micro_batches=20).reason
+    '3 nodes are left, and surviving the loss of 1 takes 2 pipelines of at least 2 nodes'
+    """
+    if len(set(nodes)) != len(nodes):
+        twice = next(node for node, count in Counter(nodes).items() if count > 1)
+        raise UsageError(f"node {twice} is named twice")
+    if len(nodes) < templates.needed:
+        return _shortage(templates, len(nodes))
+    known = {node: held[node] for node in nodes if held and len(held.get(node, ()))}
+    menu = Menu(templates.by_nodes)
+    demand = _demand(templates, len(nodes), micro_batches)
+    seconds, found = fastest(menu, demand)
+    composition, placement = _place(templates, menu, nodes, known, demand, seconds * (1 + slack), found)
+    chosen = [menu.templates[size] for size, count in composition.items() for _ in range(count)]
+    shares = split(micro_batches, chosen)
+    names = iter(placement.nodes)
+    pipelines = tuple(
+        Pipeline(
+            template=template,
+            nodes=tuple(islice(names, template.nodes)),
+            micro_batches=share,
+            alone=len(chosen) == 1,
+        )
+        for template, share in zip(chosen, shares, strict=True)
+    )
+    kept = {layer for layers in known.values() for layer in layers}
+    lost = [layer for layer in range(len(templates.profile.layers)) if layer not in kept] if held else []
+    return Plan(
+        pipelines=pipelines,
+        tolerate=templates.tolerate,
+        micro_batches=micro_batches,
+        moved_bytes=placement.moved_bytes,
+        spares=placement.spares,
+        lost=tuple(lost),
+        reason=_reason(composition, pipelines, placement, lost, templates),
+    )
+
+
+def _shortage(templates: Templates, nodes: int) -> Shortage:
+    fewest, needed = templates.minimum, templates.needed
+    if nodes >= fewest:
+        hint = f"{needed - nodes} more, or tolerate only {nodes // fewest - 1}, or save and stop"
+    else:
+        hint = (
+            f"{fewest - nodes} more to train at all, {needed - nodes} more to survive the loss of {templates.tolerate}"
+        )
+    are = "node is" if nodes == 1 else "nodes are"
+    return Shortage(
+        nodes=nodes,
+        needed=needed,
+        reason=f"{nodes} {are} left, and surviving the loss of {templates.tolerate} takes "
+        f"{templates.tolerate + 1} pipelines of at least {fewest} nodes",
+        hint=hint,
+    )
+
+
+def _demand(templates: Templates, nodes: int, micro_batches: int) -> Demand:
+    """All nodes, or, if the model has too few layers for that, as many as can be used."""
+    sizes = list(templates.by_nodes)
+    for used in range(nodes, templates.needed - 1, -1):
+        demand = Demand(nodes=used, fewest=templates.tolerate + 1, micro_batches=micro_batches)
+        fewest = fewest_pipelines(demand, sizes)
+        if fewest is None:
+            continue
+        if micro_batches < fewest:
+            raise UsageError(
+                f"{micro_batches} micro-batches are too few for {used} nodes: they form at least {fewest} pipelines",
+                hint=f"the nearest number that can be shared is {fewest}",
+            )
+        return demand
+    raise AssertionError("(f+1) pipelines of the smallest size always fit")
+
+
+def _place(
+    templates: Templates,
+    menu: Menu,
+    nodes: Sequence[Node],
+    held: Mapping[Node, range],
+    demand: Demand,
+    seconds: float,
+    found: Composition,
+) -> tuple[Composition, Placement]:
+    """Of the compositions that are equally fast, the one whose places the nodes fill with the fewest bytes."""
+    layers = templates.profile.layers
+    if sum(found.values()) == 1:
+        candidates = [found]
+    else:
+        limit = max(TRIES // demand.nodes, 4) if held else 1
+        candidates = equals(menu, demand, seconds, _intact(templates, held), limit) or [found]
+    tried = [(place(_places(templates, each), nodes, held, layers), each) for each in candidates]
+    best = min(tried, key=lambda pair: pair[0].moved_bytes)
+    return best[1], best[0]
+
+
+def _places(templates: Templates, composition: Composition) -> list[range]:
+    return [layers for size, count in composition.items() for layers in templates.by_nodes[size].roles * count]
+
+
+def _intact(templates: Templates, held: Mapping[Node, range]) -> Composition:
+    """How many whole pipelines of each size the nodes still form; larger ones first, no node counted twice."""
+    there = Counter(held.values())
+    found: Composition = {}
+    for size, template in sorted(templates.by_nodes.items(), reverse=True):
+        count = min(there[role] for role in template.roles)
+        if count:
+            found[size] = count
+            there.subtract(dict.fromkeys(template.roles, count))
+    return found
+
+
+def _reason(
+    composition: Composition,
+    pipelines: Sequence[Pipeline],
+    placement: Placement,
+    lost: Sequence[int],
+    templates: Templates,
+) -> str:
+    shape = " + ".join(f"{count} of {size}" for size, count in composition.items())
+    slowest = max(pipelines, key=lambda pipeline: pipeline.seconds)
+    words = [
+        f"{shape} nodes; the pipeline of {slowest.template.nodes} with {slowest.micro_batches} micro-batches is last"
+    ]
+    if placement.moved_bytes:
+        words.append(f"{placement.moved_bytes / 1e6:.3g} MB move")
+    if placement.spares:
+        words.append(
+            f"{', '.join(placement.spares)} left over: the model has only {len(templates.profile.layers)} layers"
+        )
+    if lost:
+        words.append(f"nobody holds layers {', '.join(map(str, lost))} any more")
+    return "; ".join(words)

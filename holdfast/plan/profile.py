@@ -1,0 +1,172 @@
+"""What the planner knows of a model and the machines: each layer's costs, the links, the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from holdfast.errors import UsageError
+
+VERSION = 1
+MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One layer's costs, for one micro-batch on one device.
+
+    What crosses the boundary behind a layer is ``output_bytes`` forward and ``output_gradient_bytes``
+    backward (integers and masks have no gradient).
+    """
+
+    name: str
+    forward: float  # seconds
+    backward: float  # seconds, measured: not a multiple of forward
+    output_bytes: int
+    output_gradient_bytes: int
+    weight_bytes: int  # parameters and buffers
+    trainable_bytes: int  # parameters with a gradient: what replicas sum every step
+    slot_bytes: int  # the optimizer's
+    saved_bytes: int  # kept for backward, per micro-batch under way
+    update: float = 0.0  # seconds of the optimizer, per step
+
+    @property
+    def state_bytes(self) -> int:
+        """What a new holder has to be sent."""
+        return self.weight_bytes + self.slot_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What a holder keeps in memory whatever it does: the state and the gradient."""
+        return self.state_bytes + self.trainable_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How long a message takes.
+
+    >>> Link(bandwidth=1e9, latency=1e-4).seconds(10**6)
+    0.0011
+    """
+
+    bandwidth: float  # bytes per second
+    latency: float = 0.0  # seconds
+
+    def seconds(self, size: float) -> float:
+        return self.latency + size / self.bandwidth if size else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model's layers as measured (or made up), and the machines they were measured on.
+
+    >>> profile = uniform(4, forward=0.01, backward=0.02)
+    >>> Profile.from_json(profile.to_json()) == profile
+    True
+    """
+
+    model: str  # what it is a profile of: a name and a fingerprint
+    device: str
+    micro_batch: int  # samples
+    layers: tuple[LayerCost, ...]
+    inside: Link  # between devices of a node
+    between: Link  # between nodes; a node's devices share it
+    memory: int | None = None  # bytes of one device; None: not a limit
+    key: str = ""  # of the cache: model, micro-batch and device
+    notes: dict[str, Any] = field(default_factory=dict)  # when and how it was measured
+
+    def to_json(self) -> dict[str, Any]:
+        return {"holdfast_profile": VERSION, **asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+
+    @classmethod
+    def from_json(cls, document: Any) -> Profile:
+        """Checks what a person may have written or another program made.
+
+        >>> Profile.from_json({"layers": []})
+        Traceback (most recent call last):
+        holdfast.errors.UsageError: this is not a profile: there is no 'holdfast_profile' in it (make one: holdfast profile train.py)
+        """
+        if not isinstance(document, dict) or "holdfast_profile" not in document:
+            raise UsageError(
+                "this is not a profile: there is no 'holdfast_profile' in it",
+                hint="make one: holdfast profile train.py",
+            )
+        if document["holdfast_profile"] != VERSION:
+            raise UsageError(f"the profile is of version {document['holdfast_profile']}, this program reads {VERSION}")
+        try:
+            layers = tuple(LayerCost(**layer) for layer in document["layers"])
+            links = {name: Link(**document[name]) for name in ("inside", "between")}
+            known = {f.name: document[f.name] for f in fields(cls) if f.name in document}
+            profile = cls(**{**known, "layers": layers, **links})
+            _check(profile)
+        except (KeyError, TypeError, ValueError) as e:
+            raise UsageError(f"the profile cannot be read: {e}", hint="make a new one: holdfast profile") from e
+        return profile
+
+
+def _check(profile: Profile) -> None:
+    if not 1 <= len(profile.layers) <= MOST_LAYERS:
+        raise ValueError(f"{len(profile.layers)} layers; it takes 1 to {MOST_LAYERS}")
+    if profile.micro_batch < 1:
+        raise ValueError("the micro-batch has no samples")
+    for link in (profile.inside, profile.between):
+        if not link.bandwidth > 0 or not 0 <= link.latency < float("inf"):
+            raise ValueError(f"a link of {link.bandwidth} bytes/s with {link.latency} s latency")
+    for number, layer in enumerate(profile.layers):
+        for name, value in asdict(layer).items():
+            if name != "name" and not 0 <= value < float("inf"):
+                raise ValueError(f"layer {number} ({layer.name}): {name} is {value}")
+    if not sum(layer.forward + layer.backward for layer in profile.layers) > 0:
+        raise ValueError("no layer takes any time")
+
+
+def uniform(
+    count: int,
+    *,
+    forward: float = 0.01,
+    backward: float = 0.02,
+    output_bytes: int = 1 << 20,
+    weight_bytes: int = 64 << 20,
+    saved_bytes: int = 8 << 20,
+    bandwidth: float = 12.5e9,
+    latency: float = 20e-6,
+    memory: int | None = None,
+) -> Profile:
+    """A made-up model of equal layers, trained with Adam on nodes with 100 Gbit/s.
+
+    >>> len(uniform(96).layers)
+    96
+    """
+    if not 1 <= count <= MOST_LAYERS:
+        raise UsageError(f"a model of {count} layers cannot be planned", hint=f"1 to {MOST_LAYERS}")
+    layers = [
+        LayerCost(
+            name=f"layer {number}",
+            forward=forward,
+            backward=backward,
+            output_bytes=output_bytes,
+            output_gradient_bytes=output_bytes,
+            weight_bytes=weight_bytes,
+            trainable_bytes=weight_bytes,
+            slot_bytes=2 * weight_bytes,
+            saved_bytes=saved_bytes,
+        )
+        for number in range(count)
+    ]
+    link = Link(bandwidth=bandwidth, latency=latency)
+    inside = Link(bandwidth=10 * bandwidth, latency=latency / 4)
+    return Profile(
+        model=f"{count} equal layers",
+        device="made up",
+        micro_batch=1,
+        layers=tuple(layers),
+        inside=inside,
+        between=link,
+        memory=memory,
+    )
+
+
+def state_bytes(layers: Sequence[LayerCost], held: range) -> int:
+    """What the holder of these layers would have to be sent."""
+    return sum(layers[number].state_bytes for number in held)

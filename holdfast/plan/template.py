@@ -1,0 +1,265 @@
+"""Pipeline templates: for each number of nodes the fastest pipeline, made once and used ever after.
+
+With n0 the fewest nodes that hold a pipeline, the sizes are n0, n0 + 1, … up to what is left of N nodes
+when f pipelines of n0 stand beside. Any number of nodes from (f+1)·n0 to N is then a sum of at least f+1
+sizes: begin with f+1 pipelines of n0 and put the nodes that are left over into the last one, or, when that
+holds 2·n0 or more, split it. So whatever f nodes are lost, there is a plan that uses all the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.errors import UsageError
+from holdfast.plan.cut import Bounds, Chain, Costs, Cut, best_cut
+from holdfast.plan.profile import Profile
+from holdfast.plan.timeline import StageTimes, Vector, last_ends
+
+PER_DEVICE = 4  # micro-batches for each device while planning: a usual share, as the paper has it
+KNOTS = 64  # numbers of micro-batches whose time is known exactly, and all up to FEW; else it is all but linear
+FEW = 16
+TINY = 1e-12  # rounding: not a difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Layers [first, stop) on one device of the pipeline's node number ``node``, in every lane."""
+
+    first: int
+    stop: int
+    node: int
+    times: StageTimes
+    update: float  # seconds after its last backward: the optimizer, and the sum of gradients among lanes
+    exchange: float  # and the sum of gradients with other pipelines
+    bytes: int  # of memory
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.stop)
+
+
+class Knots(NamedTuple):
+    """Numbers of micro-batches in a lane, the time of each, and what one more adds beyond the last."""
+
+    numbers: Vector
+    times: Vector
+    alone: Vector  # the time if there is no other pipeline
+    slope: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A pipeline's shape: ``lanes`` equal chains of stages, side by side on the same nodes.
+
+    ``gap`` 0 means proven optimal, 0.01 that a cut may exist that is up to 1% faster.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> template = make_templates(uniform(4), nodes=4, tolerate=1).by_nodes[2]
+    >>> [stage.layers for stage in template.stages]
+    [range(0, 2), range(2, 4)]
+    >>> template.capacity(template.seconds(7))
+    7
+    """
+
+    nodes: int
+    devices: int
+    lanes: int
+    stages: tuple[Stage, ...]
+    gap: float
+    reason: str = field(compare=False)
+
+    @cached_property
+    def knots(self) -> Knots:
+        forward = np.array([stage.times.forward + stage.times.send_forward for stage in self.stages])
+        backward = np.array([stage.times.backward + stage.times.send_backward for stage in self.stages])
+        update = np.array([stage.update for stage in self.stages])
+        exchange = np.array([stage.exchange for stage in self.stages])
+        many = np.linspace(1, 6 * len(self.stages), KNOTS).round().astype(int)
+        numbers = np.unique([*range(1, FEW + 1), *many])
+        ends = last_ends(forward, backward, numbers)
+        return Knots(
+            numbers=numbers,
+            times=(ends + update + exchange).max(axis=1),
+            alone=(ends + update).max(axis=1),
+            slope=float((forward + backward).max()),
+        )
+
+    def seconds(self, micro_batches: int, *, alone: bool = False) -> float:
+        """A step with so many micro-batches; ``alone``: there is no other pipeline to sum gradients with."""
+        knots = self.knots
+        longest = -(-micro_batches // self.lanes)
+        beyond = max(longest - int(knots.numbers[-1]), 0)
+        times = knots.alone if alone else knots.times
+        return float(np.interp(longest, knots.numbers, times)) + beyond * knots.slope
+
+    def capacity(self, seconds: float) -> int:
+        """The most micro-batches that a step of so many seconds has time for."""
+        numbers, times = self.knots.numbers, self.knots.times
+        seconds *= 1 + TINY
+        if seconds < times[0]:
+            return 0
+        longest = int(np.interp(seconds, times, numbers) + max(seconds - times[-1], 0.0) / self.knots.slope)
+        # Rounding may put the border on either side.
+        while self.seconds((longest + 1) * self.lanes) <= seconds:
+            longest += 1
+        while self.seconds(longest * self.lanes) > seconds:
+            longest -= 1
+        return longest * self.lanes
+
+    @cached_property
+    def roles(self) -> tuple[range, ...]:
+        """The layers that each of the pipeline's nodes holds."""
+        per_node = len(self.stages) // self.nodes
+        return tuple(
+            range(self.stages[first].first, self.stages[first + per_node - 1].stop)
+            for first in range(0, len(self.stages), per_node)
+        )
+
+    def layers_on(self, node: int) -> range:
+        return self.roles[node]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Templates:
+    """A template for each size that a pipeline may have."""
+
+    profile: Profile
+    devices: int
+    tolerate: int
+    minimum: int  # n0, the fewest nodes of a pipeline
+    by_nodes: dict[int, Template]
+    reason: str
+
+    @property
+    def needed(self) -> int:
+        """The fewest nodes that survive the loss of ``tolerate``."""
+        return (self.tolerate + 1) * self.minimum
+
+
+def make_templates(
+    profile: Profile, *, nodes: int, tolerate: int, devices: int = 1, minimum: int | None = None
+) -> Templates:
+    """All templates for up to so many nodes.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> made = make_templates(uniform(8), nodes=6, tolerate=1, minimum=2)
+    >>> list(made.by_nodes), made.reason
+    ([2, 3, 4], 'a pipeline takes 2 to 4 nodes')
+    """
+    if nodes < 1 or tolerate < 0 or devices < 1 or (minimum is not None and minimum < 1):
+        raise UsageError(f"{nodes} nodes of {devices} devices, tolerating {tolerate}: these cannot be negative or zero")
+    if profile.memory is not None and profile.memory <= 0:
+        raise UsageError(f"a device with {profile.memory} bytes of memory cannot hold a layer")
+    costs = Costs(profile)
+    fewest = _fewest_nodes(costs, devices, minimum)
+    needed = (tolerate + 1) * fewest
+    if nodes < needed:
+        raise UsageError(
+            f"{nodes} nodes are too few: surviving the loss of {tolerate} takes {tolerate + 1} pipelines "
+            f"of at least {fewest} nodes, {needed} in all",
+            hint=_what_would_help(nodes, fewest),
+        )
+    most = min(nodes - tolerate * fewest, costs.count)
+    made = {size: _template(costs, size, devices) for size in range(fewest, most + 1)}
+    found = {size: template for size, template in made.items() if template is not None}
+    return Templates(
+        profile=profile,
+        devices=devices,
+        tolerate=tolerate,
+        minimum=fewest,
+        by_nodes=found,
+        reason=f"a pipeline takes {fewest} to {most} nodes"
+        + (f": the model has only {costs.count} layers" if most == costs.count < nodes - tolerate * fewest else ""),
+    )
+
+
+def _what_would_help(nodes: int, fewest: int) -> str:
+    if nodes < fewest:
+        return f"{fewest} nodes train without tolerating a loss; more memory or a smaller micro-batch may need fewer"
+    return f"tolerate {nodes // fewest - 1}, or more nodes, or more memory so that a pipeline needs fewer"
+
+
+def _fewest_nodes(costs: Costs, devices: int, minimum: int | None) -> int:
+    """n0: the smallest pipeline whose stages fit their devices, at least what the user asks for."""
+    fits = (size for size in range(1, costs.count + 1) if _shapes(costs, size, devices))
+    fewest = next(fits, None)
+    if fewest is None:
+        layer = max(costs.profile.layers, key=lambda layer: layer.resident_bytes + layer.saved_bytes)
+        needs = layer.resident_bytes + layer.saved_bytes
+        raise UsageError(
+            f"the model does not fit even with a node per layer: {layer.name} alone takes {needs / 1e9:.3g} GB "
+            f"and more with several micro-batches under way, a device has {(costs.profile.memory or 0) / 1e9:.3g} GB",
+            hint="more memory, a smaller micro-batch, or cut the model into smaller layers",
+        )
+    if minimum is not None and minimum < fewest:
+        raise UsageError(
+            f"{minimum} nodes cannot hold a pipeline: the memory of {fewest} is needed", hint=f"--min-nodes {fewest}"
+        )
+    if minimum is not None and minimum > costs.count:
+        raise UsageError(
+            f"a pipeline of {minimum} nodes has more nodes than the model has layers",
+            hint=f"at most {costs.count}",
+        )
+    return minimum or fewest
+
+
+def _shapes(costs: Costs, nodes: int, devices: int) -> list[tuple[float, Chain, Bounds]]:
+    """The ways to use a pipeline's devices that fit, the most promising first."""
+    found = []
+    for lanes in range(1, devices + 1):
+        stages = nodes * devices // lanes
+        if devices % lanes or stages > costs.count:
+            continue
+        chain = Chain(
+            stages=stages, per_node=devices // lanes, lanes=lanes, micro_batches=max(PER_DEVICE * stages, stages + 1)
+        )
+        bounds = Bounds(costs, chain)
+        if bounds.least < np.inf:
+            found.append((bounds.least, chain, bounds))
+    return sorted(found, key=lambda shape: (shape[0], shape[1].lanes))
+
+
+def _template(costs: Costs, nodes: int, devices: int) -> Template | None:
+    best: tuple[Chain, Cut] | None = None
+    for least, chain, bounds in _shapes(costs, nodes, devices):
+        if best is not None and least >= best[1].seconds:
+            break
+        cut = best_cut(costs, chain, bounds)
+        assert cut is not None, "its bound is finite"
+        if best is None or cut.seconds < best[1].seconds:
+            best = (chain, cut)
+    return None if best is None else _describe(costs, nodes, devices, *best)
+
+
+def _describe(costs: Costs, nodes: int, devices: int, chain: Chain, cut: Cut) -> Template:
+    bounds, times = cut.bounds, costs.times(chain, cut.bounds)
+    update, exchange = costs.after(chain, np.array(bounds[:-1]), np.array(bounds[1:]))
+    stages = tuple(
+        Stage(
+            first=bounds[number],
+            stop=bounds[number + 1],
+            node=number // chain.per_node,
+            times=times[number],
+            update=float(update[number]),
+            exchange=float(exchange[number]),
+            bytes=costs.memory(chain, number, bounds[number], bounds[number + 1]),
+        )
+        for number in range(chain.stages)
+    )
+    slowest = max(range(chain.stages), key=lambda number: times[number].total)
+    proof = "no cut is faster" if cut.gap == 0.0 else f"no cut is more than {cut.gap:.2%} faster"
+    template = Template(
+        nodes=nodes,
+        devices=devices,
+        lanes=chain.lanes,
+        stages=stages,
+        gap=cut.gap,
+        reason=f"stage {slowest} of {chain.stages} sets the pace, {times[slowest].total * 1e3:.3g} ms "
+        f"for a micro-batch; {proof}",
+    )
+    assert template.knots is not None  # timed now: after a failure there is no time for it
+    return template
