@@ -25,7 +25,7 @@ import numpy as np
 from holdfast.plan.profile import Link, Profile
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
 
-EFFORT = 8_000  # vector operations spent on completing cuts; enough to finish every model of up to 10 layers
+EFFORT = 6_000  # vector operations spent on completing cuts; enough to finish every model of up to 10 layers
 EXPANSION = 6  # of these, to look one stage further
 TINY = 1e-12  # rounding: not a difference
 
@@ -67,23 +67,18 @@ class Costs:
         self.count = len(profile.layers)
         self.forward = _sums([layer.forward for layer in profile.layers])
         self.backward = _sums([layer.backward for layer in profile.layers])
+        sent = [(layer.output_bytes, layer.output_gradient_bytes) for layer in profile.layers[:-1]]
+        self.sent = np.array([(0, 0), *sent, (0, 0)], dtype=float).T  # forward and backward, in front of each layer
         self.resident = _sums([layer.resident_bytes for layer in profile.layers])
         self.saved = _sums([layer.saved_bytes for layer in profile.layers])
         self.trainable = _sums([layer.trainable_bytes for layer in profile.layers])
         self.update = _sums([layer.update for layer in profile.layers])
 
-    def link(self, chain: Chain, stage: int) -> tuple[Link, int]:
-        """The link in front of a stage, and how many lanes share it."""
-        crosses = chain.crosses(stage)
-        return (self.profile.between, chain.lanes) if crosses else (self.profile.inside, 1)
-
-    def sends(self, chain: Chain, stage: int) -> tuple[Vector, Vector]:
+    def sends(self, chain: Chain, stage: int) -> Vector:
         """Seconds to send forward and backward over the boundary in front of a stage, by the layer it begins with."""
-        link, shared = self.link(chain, stage)
-        layers = self.profile.layers
-        forward = [0.0, *(link.seconds(shared * layer.output_bytes) for layer in layers[:-1]), 0.0]
-        backward = [0.0, *(link.seconds(shared * layer.output_gradient_bytes) for layer in layers[:-1]), 0.0]
-        return np.array(forward), np.array(backward)
+        crosses = chain.crosses(stage)
+        link, shared = (self.profile.between, chain.lanes) if crosses else (self.profile.inside, 1)
+        return _seconds(link, shared * self.sent)
 
     def times(self, chain: Chain, bounds: tuple[int, ...]) -> list[StageTimes]:
         """What one micro-batch takes at each stage of a cut."""
@@ -106,13 +101,11 @@ class Costs:
         A ring, or the exchange of halves, sends and receives each byte about twice. The stages of a node
         share its link to other nodes.
         """
-        inside, between = self.profile.inside, self.profile.between
         size = self.trainable[stop] - self.trainable[first]
         update = self.update[stop] - self.update[first]
         if chain.lanes > 1:
-            update = update + np.where(size > 0, inside.latency + 2 * size / inside.bandwidth, 0.0)
-        exchange = np.where(size > 0, between.latency + 2 * size * chain.per_node / between.bandwidth, 0.0)
-        return update, exchange
+            update = update + _seconds(self.profile.inside, 2 * size)
+        return update, _seconds(self.profile.between, 2 * size * chain.per_node)
 
     def memory(self, chain: Chain, stage: int, first: int, stop: int) -> int:
         """Bytes of a stage's device: the state, the gradient, and what the micro-batches under way keep."""
@@ -123,6 +116,11 @@ class Costs:
 
 def _sums(values: list[float]) -> Vector:
     return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def _seconds(link: Link, sizes: Vector) -> Vector:
+    seconds: Vector = np.where(sizes > 0, link.latency + sizes / link.bandwidth, 0.0)
+    return seconds
 
 
 class Bounds:
@@ -137,22 +135,35 @@ class Bounds:
         self.costs = costs
         self.chain = chain
         stages, size = chain.stages, costs.count + 1
-        sends = [costs.sends(chain, stage) for stage in range(stages)]
-        sends.append((np.zeros(size), np.zeros(size)))  # nothing is sent behind the last stage
-        self.sends: Vector = np.array(sends)  # stage, direction, first layer
+        nothing = np.zeros((2, size))  # is sent behind the last stage
+        self.sends = np.array([*(costs.sends(chain, stage) for stage in range(stages)), nothing])
         self.done, self.step, self.round_trip = np.full((3, stages + 1, size), np.inf)
         self.done[stages, costs.count] = -np.inf
         self.step[stages, costs.count] = self.round_trip[stages, costs.count] = 0.0
         spare = costs.count - stages
+        layers = np.arange(1, self._most_layers() + 1)
         for stage in reversed(range(stages)):
             # Each stage before and behind needs a layer too.
-            first = np.arange(stage, stage + spare + 1) if stage else np.array([0])
-            stop = np.arange(stage + 1, stage + spare + 2)
-            part = self.stage(stage, first[:, None], stop)
-            self.done[stage, first] = part.done.min(axis=1)
-            rest = self.step[stage + 1, stop] + self.sends[stage, 0, first][:, None]
-            self.step[stage, first] = np.maximum(part.done + part.after, rest).min(axis=1)
-            self.round_trip[stage, first] = part.round_trip.min(axis=1)
+            first = np.arange(stage, stage + spare + 1)[:, None] if stage else np.array([[0]])
+            stop = np.minimum(first + layers, stage + spare + 1)
+            part = self.stage(stage, first, stop)
+            self.done[stage, first[:, 0]] = part.done.min(axis=1)
+            rest = self.step[stage + 1, stop] + self.sends[stage, 0, first]
+            self.step[stage, first[:, 0]] = np.maximum(part.done + part.after, rest).min(axis=1)
+            self.round_trip[stage, first[:, 0]] = part.round_trip.min(axis=1)
+
+    def _most_layers(self) -> int:
+        """No stage of the best cut has more layers: it alone would take longer than an even cut takes in all."""
+        costs, chain = self.costs, self.chain
+        sums = costs.forward + costs.backward
+        even = np.searchsorted(sums, sums[-1] * np.arange(chain.stages + 1) / chain.stages)
+        place = np.arange(chain.stages + 1)
+        cut = np.minimum(np.maximum.accumulate(even - place) + place, costs.count - chain.stages + place)
+        if not all(self._fits(chain.stages - i, cut[i], cut[i + 1]) for i in range(chain.stages)):
+            return costs.count
+        longest = _timed(self, tuple(cut.tolist())).seconds / chain.micro_batches
+        reach = np.searchsorted(sums, sums + longest * (1 + TINY), side="right") - np.arange(len(sums))
+        return int(reach.max())
 
     @property
     def least(self) -> float:

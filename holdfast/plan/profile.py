@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.errors import UsageError
 
 VERSION = 1
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000  # planning takes time with their square; merge small ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,8 @@ class Profile:
 
         >>> Profile.from_json({"layers": []})
         Traceback (most recent call last):
-        holdfast.errors.UsageError: this is not a profile: there is no 'holdfast_profile' in it (make one: holdfast profile train.py)
+            ...
+        holdfast.errors.UsageError: this is not a profile: it has no 'holdfast_profile' (make one: holdfast profile SCRIPT)
         """
         if not isinstance(document, dict) or "holdfast_profile" not in document:
             raise UsageError(

@@ -20,8 +20,9 @@ from holdfast.plan.profile import Profile
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
 
 PER_DEVICE = 4  # micro-batches for each device while planning: a usual share, as the paper has it
-KNOTS = 64  # numbers of micro-batches whose time is known exactly, and all up to FEW; else it is all but linear
-FEW = 16
+FEW = 16  # up to here the time of every number of micro-batches is known exactly,
+CLOSELY = 40  # of so many numbers up to twice the stages,
+WIDELY = (3, 4, 5, 6)  # and of these times the stages; in between it is all but linear
 TINY = 1e-12  # rounding: not a difference
 
 
@@ -78,9 +79,12 @@ class Template:
         backward = np.array([stage.times.backward + stage.times.send_backward for stage in self.stages])
         update = np.array([stage.update for stage in self.stages])
         exchange = np.array([stage.exchange for stage in self.stages])
-        many = np.linspace(1, 6 * len(self.stages), KNOTS).round().astype(int)
-        numbers = np.unique([*range(1, FEW + 1), *many])
-        ends = last_ends(forward, backward, numbers)
+        count = len(self.stages)
+        near = np.unique([*range(1, FEW + 1), *np.linspace(1, 2 * count, CLOSELY).round().astype(int)])
+        far = np.array([times * count for times in WIDELY if times * count > near[-1]], dtype=int)
+        numbers = np.concatenate([near, far])
+        # Apart, because all of a call take as many rounds as its longest.
+        ends = np.concatenate([last_ends(forward, backward, each) for each in (near, far) if len(each)])
         return Knots(
             numbers=numbers,
             times=(ends + update + exchange).max(axis=1),
