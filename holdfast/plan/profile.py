@@ -85,8 +85,7 @@ class Profile:
 
         >>> Profile.from_json({"layers": []})
         Traceback (most recent call last):
-            ...
-        holdfast.errors.UsageError: this is not a profile: it has no 'holdfast_profile' (make one: holdfast profile SCRIPT)
+        holdfast.errors.UsageError: not a profile: it has no 'holdfast_profile' (make one: holdfast profile SCRIPT)
         """
         if not isinstance(document, dict) or "holdfast_profile" not in document:
             raise UsageError(
