@@ -88,10 +88,7 @@ class Profile:
         holdfast.errors.UsageError: not a profile: it has no 'holdfast_profile' (make one: holdfast profile SCRIPT)
         """
         if not isinstance(document, dict) or "holdfast_profile" not in document:
-            raise UsageError(
-                "this is not a profile: there is no 'holdfast_profile' in it",
-                hint="make one: holdfast profile train.py",
-            )
+            raise UsageError("not a profile: it has no 'holdfast_profile'", hint="make one: holdfast profile SCRIPT")
         if document["holdfast_profile"] != VERSION:
             raise UsageError(f"the profile is of version {document['holdfast_profile']}, this program reads {VERSION}")
         try:
