@@ -25,6 +25,7 @@ from holdfast.data.order import Order
 from holdfast.engine.engine import Dataset, Engine, Loss, label_of
 from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel, Layers
+from holdfast.engine.profile.hook import about_to_train
 from holdfast.engine.state import State
 from holdfast.engine.statistics import refuse_running_statistics
 from holdfast.engine.update import Schedule, Update
@@ -152,6 +153,7 @@ class Run:
 
     def steps(self, total: int) -> Iterator[Step]:
         """Train until ``total`` steps are committed; yields each as it is, whatever happens inside."""
+        about_to_train(self)  # `holdfast profile` measures instead
         self._cohort.boundary()
         while self.step < total:
             step = self._one_step()

@@ -1,0 +1,1 @@
+"""What each layer of a run costs, and how fast the links are: measured, not trained."""

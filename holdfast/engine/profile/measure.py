@@ -1,0 +1,253 @@
+"""A run's profile: its layers measured in real passes, and whether a profile is of a given run."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from holdfast.engine.engine import Engine
+from holdfast.engine.model import LayeredModel
+from holdfast.engine.profile.key import Facts, device_text, facts_of
+from holdfast.engine.profile.links import Measured
+from holdfast.engine.profile.passes import Pass, Passes, micro_batch, saved_bytes
+from holdfast.engine.update import Update
+from holdfast.plan.profile import LayerCost, Link, Profile
+
+if TYPE_CHECKING:
+    from holdfast.run import Run
+
+WARM_UP = 3  # passes that do not count; the first also counts bytes
+UPDATES = 5  # of the optimizer, after one that makes its slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What was measured of a run, before anything is known about links."""
+
+    facts: Facts
+    costs: tuple[LayerCost, ...]
+    memory: int | None
+    notes: dict[str, Any]
+
+    def profile(self, name: str, inside: Measured) -> Profile:
+        """As a profile. Between hosts, it is as inside one until somebody knows better: ``with_between``."""
+        weights = sum(layer.weight_bytes for layer in self.costs)
+        shown = f"{name}: {len(self.costs)} layers, {weights:,} bytes of weights"
+        transport = "Gloo between two processes of this host, over loopback"
+        if self.facts.device["type"] == "cuda":
+            transport += "; the run itself would use NCCL, which is not measured"
+        return Profile(
+            model=f"{shown} ({self.facts.key.partition('-')[0]})",
+            device=device_text(self.facts.device),
+            micro_batch=self.facts.micro_batch["samples"],
+            layers=self.costs,
+            inside=inside.link,
+            between=inside.link,
+            memory=self.memory,
+            key=self.facts.key,
+            notes={
+                **self.notes,
+                "inside": f"measured: {transport}",
+                "inside_trips": inside.notes(),
+                "between": AS_INSIDE,
+            },
+        )
+
+
+AS_INSIDE = "not measured: taken to be as inside a host"
+
+
+def read_facts(engine: Engine) -> tuple[Facts, Any, Any]:
+    """The facts of a run, and the micro-batch that they were read from."""
+    inputs, targets = micro_batch(engine)
+    return facts_of(engine, inputs, targets), inputs, targets
+
+
+def measure(engine: Engine, *, rounds: int, say: Callable[[str], None] = lambda text: None) -> Layers:
+    """Measures every layer of a run that will not train: its optimizer and gradients are used up."""
+    facts, inputs, targets = read_facts(engine)
+    passes = Passes(engine, inputs, targets)
+    weighed, saved = saved_bytes(passes, engine)
+    last = [passes.one() for _ in range(WARM_UP - 1)][-1]
+    count = len(engine.model.layers)
+    say(f"measuring {count} layers in {rounds} passes of about {1e3 * sum(last.forward + last.backward):.3g} ms")
+    timed = [passes.one() for _ in range(rounds)]
+    updates = _updates(engine.update, engine.model.device)
+    costs = _costs(engine, weighed=weighed, saved=saved, timed=timed, update=median(updates))
+    notes = {
+        "measured": time.time(),
+        "host": socket.gethostname(),
+        "rounds": rounds,
+        "micro_batch": facts.micro_batch,
+        "seconds": "medians of the rounds; the last layer's include the loss",
+        "pass": median(sum(one.forward) + sum(one.backward) for one in timed),
+        "spread": _spread(timed, updates),
+        "update": "the optimizer's measured seconds, shared out by the bytes of gradients and slots",
+        "saved": "the layer's input and what autograd saves, once each, without weights",
+    }
+    return Layers(facts=facts, costs=costs, memory=_memory(engine.model.device), notes=notes)
+
+
+def _costs(
+    engine: Engine, *, weighed: Pass, saved: Sequence[int], timed: Sequence[Pass], update: float
+) -> tuple[LayerCost, ...]:
+    names = layer_names(engine.model)
+    states = [_state(engine.update, *part) for part in engine.model.parts()]
+    moved = [state["trainable_bytes"] + state["slot_bytes"] for state in states]
+    return tuple(
+        LayerCost(
+            name=names[number],
+            forward=median(one.forward[number] for one in timed),
+            backward=median(one.backward[number] for one in timed),
+            output_bytes=weighed.output_bytes[number],
+            output_gradient_bytes=weighed.gradient_bytes[number],
+            saved_bytes=saved[number],
+            update=update * moved[number] / sum(moved),
+            **states[number],
+        )
+        for number in range(len(names))
+    )
+
+
+def layer_names(model: LayeredModel) -> list[str]:
+    """Each layer's name in the model, and its class.
+
+    >>> layer_names(LayeredModel([nn.Linear(2, 2), nn.ReLU()], seed=0, device=torch.device("cpu")))
+    ['0 Linear', '1 ReLU']
+    """
+    whole = len(model.layers) == 1 and model.layers[0] is model.module
+    names = [""] if whole else list(model.module._modules)
+    return [f"{name} {type(layer).__name__}".strip() for name, layer in zip(names, model.layers, strict=True)]
+
+
+def _state(update: Update, parameters: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> dict[str, int]:
+    trained = [p for p in parameters if p.requires_grad]
+    slots = [value for slot in update.slots(trained) for value in slot.values() if isinstance(value, torch.Tensor)]
+    return {
+        "weight_bytes": sum(tensor.nbytes for tensor in [*parameters, *buffers]),
+        "trainable_bytes": sum(p.nbytes for p in trained),
+        "slot_bytes": sum(value.nbytes for value in slots),
+    }
+
+
+def _updates(update: Update, device: torch.device) -> list[float]:
+    """Seconds of the optimizer, which makes its slots in the first. The schedule is left alone: it may have an end."""
+    seconds = []
+    for p in update.parameters:
+        if p.grad is None:  # a parameter that was not used has a gradient of zero in training too
+            p.grad = torch.zeros_like(p)
+    for _ in range(1 + UPDATES):
+        begin = time.perf_counter()
+        if update.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(update.parameters, update.clip_norm)
+        update.optimizer.step()
+        if device.type == "cuda":  # untested here
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
+
+
+def _spread(timed: Sequence[Pass], updates: Sequence[float]) -> dict[str, Any]:
+    """Between which seconds half of the measurements lie."""
+    forward = zip(*(one.forward for one in timed), strict=True)
+    backward = zip(*(one.backward for one in timed), strict=True)
+    return {
+        "forward": [_middle_half(seconds) for seconds in forward],
+        "backward": [_middle_half(seconds) for seconds in backward],
+        "pass": _middle_half([sum(one.forward) + sum(one.backward) for one in timed]),
+        "update": _middle_half(updates),
+    }
+
+
+def _middle_half(seconds: Sequence[float]) -> list[float]:
+    low, _, high = quantiles(seconds, n=4, method="inclusive")
+    return [low, high]
+
+
+def _memory(device: torch.device) -> int | None:
+    """Of a processor nobody can say how much of the host's memory is for one worker."""
+    if device.type == "cuda":  # untested here
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return None
+
+
+# --- what else is known about links -----------------------------------------------------------------
+
+
+def with_between(
+    profile: Profile,
+    *,
+    bandwidth: float | None = None,
+    latency: float | None = None,
+    peer: str = "",
+    measured: Measured | None = None,
+) -> Profile:
+    """The profile with the link between hosts as measured with ``peer``, or as given (bytes/s, s), or as inside.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> with_between(uniform(4), bandwidth=1e9).notes["between"]
+    'given: bandwidth; the latency is that inside a host'
+    """
+    notes: dict[str, Any] = {"between": AS_INSIDE}
+    link = profile.inside
+    if measured is not None:
+        link, notes = measured.link, {"between": f"measured: with {peer}, over Gloo", "between_trips": measured.notes()}
+    elif bandwidth is not None and latency is not None:
+        link, notes = Link(bandwidth=bandwidth, latency=latency), {"between": "given: bandwidth and latency"}
+    elif bandwidth is not None:
+        link = replace(link, bandwidth=bandwidth)
+        notes["between"] = "given: bandwidth; the latency is that inside a host"
+    elif latency is not None:
+        link = replace(link, latency=latency)
+        notes["between"] = "given: latency; the bandwidth is that inside a host"
+    return replace(profile, between=link, notes={**profile.notes, **notes})
+
+
+# --- is it the right one? -----------------------------------------------------------------------------
+
+
+def fits(profile: Profile, run: Run) -> str | None:
+    """Why this is not a profile of this run, in words; None if it is."""
+    facts, *_ = read_facts(run.engine)
+    return difference(profile, facts, run.engine.model)
+
+
+def difference(profile: Profile, facts: Facts, model: LayeredModel) -> str | None:
+    """What tells a profile from these facts: the model, the micro-batch or the device."""
+    if profile.key == facts.key:
+        return None
+    if profile.key.count("-") != 2:
+        return "the profile was not measured but made up: it has no key"
+    same_model, same_batch, _ = (a == b for a, b in zip(profile.key.split("-"), facts.key.split("-"), strict=True))
+    if not same_model:
+        return f"a profile of another model: {_other_model(profile, model)}"
+    if not same_batch:
+        before = profile.notes.get("micro_batch") or {"samples": profile.micro_batch}
+        return f"a profile of another micro-batch: {_shown(before)}; this run has {_shown(facts.micro_batch)}"
+    return f"a profile of another device: {profile.device}; this run is on {device_text(facts.device)}"
+
+
+def _other_model(profile: Profile, model: LayeredModel) -> str:
+    names = layer_names(model)
+    if len(profile.layers) != len(names):
+        return f"it has {len(profile.layers)} layers, this run's has {len(names)}"
+    for number, (layer, name, part) in enumerate(zip(profile.layers, names, model.parts(), strict=True)):
+        if layer.name != name:
+            return f"its layer {number} is '{layer.name}', this run's is '{name}'"
+        size = sum(tensor.nbytes for tensor in [*part[0], *part[1]])
+        if layer.weight_bytes != size:
+            return f"its layer {number} ({name}) has {layer.weight_bytes:,} bytes of weights, this run's has {size:,}"
+    return "the layers have the same names and sizes, but their settings or code, the loss or the optimizer differ"
+
+
+def _shown(batch: dict[str, Any]) -> str:
+    parts = [f"{batch['samples']} samples"]
+    parts += [f"{name} {', '.join(batch[name])}" for name in ("inputs", "targets") if name in batch]
+    return "; ".join(parts)

@@ -1,0 +1,207 @@
+"""A micro-batch through the model with every boundary cut: what each layer takes, gives and keeps.
+
+A pass is a real one, forward through all layers and backward through all of them, as the stages of a
+pipeline would do it: each layer gets a copy that is cut off from the layer before, and the gradient of that copy
+is what the layer before goes on with. So the clock can be read, and bytes counted, at every boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from holdfast.engine.engine import Engine
+from holdfast.engine.rng import seed_everything, seed_of, seed_torch
+from holdfast.errors import UsageError
+
+Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def micro_batch(engine: Engine) -> tuple[Any, Any]:
+    """Inputs and targets of the run's first micro-batch, which is never a ragged one."""
+    seed_everything(seed_of(engine.order.seed, 0, 0, "data"), engine.model.device)
+    return engine._fetch(engine.data, engine.order.samples(0, 0))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The distinct tensors in tuples, lists and dicts.
+
+    >>> x = torch.zeros(2)
+    >>> len(tensors_in({"twice": (x, x), "mask": torch.ones(2) > 0, "scale": 0.5}))
+    2
+    """
+    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+@dataclass(kw_only=True)
+class Crossing:
+    """A boundary that was cut: what the layer before gave, and what the next one gets in its place."""
+
+    given: list[Tensor]
+    leaves: list[Tensor]  # the same values, cut off; their gradients are what goes back over the boundary
+    inputs: Any  # copies, because a layer may write into its input
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.given)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a gradient can come back over it; behind integers and frozen layers none does."""
+        return any(tensor.requires_grad for tensor in self.given)
+
+
+def cut(value: Any) -> Crossing:
+    """Cuts what one layer hands to the next.
+
+    >>> given = torch.ones(3, requires_grad=True) * 2
+    >>> crossing = cut((given, torch.tensor([7])))
+    >>> crossing.inputs[0].sum().backward(); crossing.bytes, crossing.gradient_bytes, given.grad_fn is None
+    (20, 12, False)
+    """
+    given = tensors_in(value)
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
+    copies = {id(tensor): leaf.clone() for tensor, leaf in zip(given, leaves, strict=True)}
+    return Crossing(given=given, leaves=leaves, inputs=tree_map(lambda leaf: copies.get(id(leaf), leaf), value))
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """One micro-batch's way through the model and back, by layer."""
+
+    forward: list[float] = field(default_factory=list)  # seconds
+    backward: list[float] = field(default_factory=list)  # 0: there was nothing to do
+    output_bytes: list[int] = field(default_factory=list)
+    gradient_bytes: list[int] = field(default_factory=list)
+
+
+Watch = Callable[[int, Any], AbstractContextManager[Any]]  # around a layer's forward: number, inputs
+
+
+class Passes:
+    """Sends one micro-batch of a run through its model, as often as asked, and trains nothing."""
+
+    def __init__(self, engine: Engine, inputs: Any, targets: Any) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._targets = targets
+        self._model = engine.model
+        self._last = len(engine.model.layers) - 1
+        self._weight = engine.order.micro_batch / engine.order.batch_size(0)  # of the loss, in its step
+        engine.model.module.train()
+
+    def one(self, watch: Watch = lambda number, inputs: nullcontext()) -> Pass:
+        """A pass with a clock at every boundary. The loss belongs to the last layer.
+
+        Gradients of parameters are added to those of the pass before, as those of a step's micro-batches are.
+        """
+        record = Pass()
+        crossings = [cut(self._inputs)]
+        for number in range(self._last + 1):
+            inputs = crossings[-1].inputs
+            with self._autocast(), watch(number, inputs):
+                begin = self._now()
+                output = self._layer(number, inputs)
+                record.forward.append(self._now() - begin)
+            self._check(number, output)
+            crossings.append(cut(output))
+            record.output_bytes.append(crossings[-1].bytes if number < self._last else 0)
+        if not crossings[-1].goes_back:
+            raise UsageError("the loss does not depend on any parameter", hint="check requires_grad, and detach()")
+        crossings[-1].leaves[0].grad = torch.full_like(crossings[-1].leaves[0], self._weight)
+        while len(crossings) > 1:
+            number = len(crossings) - 2
+            behind = crossings.pop()
+            record.gradient_bytes.append(behind.gradient_bytes if number < self._last else 0)
+            record.backward.append(self._backward(number, behind))
+        record.gradient_bytes.reverse()
+        record.backward.reverse()
+        return record
+
+    def _layer(self, number: int, inputs: Any) -> Any:
+        seed_torch(seed_of(self._model.seed, 0, 0, number), self._model.device)
+        output = self._model.layers[number](inputs)
+        if number < self._last:
+            return output
+        loss = self._engine.loss(output, self._targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError("loss must give one number, the mean over the samples", hint="reduction='mean'")
+        return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+
+    def _backward(self, number: int, behind: Crossing) -> float:
+        pairs = zip(behind.given, behind.leaves, strict=True)
+        known = [(tensor, leaf.grad) for tensor, leaf in pairs if tensor.requires_grad and leaf.grad is not None]
+        if not known:
+            return 0.0
+        begin = self._now()
+        try:
+            torch.autograd.backward([tensor for tensor, _ in known], [gradient for _, gradient in known])
+        except RuntimeError as e:
+            raise UsageError(
+                f"layer {number} ({type(self._model.layers[number]).__name__}) has no backward pass of its own: "
+                f"{str(e).splitlines()[0][:200]}",
+                hint="layers may share nothing but what one gives to the next, and weights",
+            ) from e
+        return self._now() - begin
+
+    def _check(self, number: int, output: Any) -> None:
+        odd = next((leaf for leaf in tree_leaves(output) if not isinstance(leaf, (Tensor, *Plain))), None)
+        if odd is not None:
+            raise UsageError(
+                f"layer {number} ({type(self._model.layers[number]).__name__}) gives a {type(odd).__name__}, "
+                "which cannot be sent to another worker",
+                hint="tensors, numbers and text, in tuples, lists or dicts",
+            )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._engine.autocast
+        return torch.autocast(self._model.device.type, dtype, enabled=dtype is not None)
+
+    def _now(self) -> float:
+        if self._model.device.type == "cuda":  # untested here
+            torch.cuda.synchronize(self._model.device)
+        return time.perf_counter()
+
+
+def saved_bytes(passes: Passes, engine: Engine) -> tuple[Pass, list[int]]:
+    """One pass, and what each layer keeps for its backward: its input and all that autograd saves, once each.
+
+    Weights are there anyway. Where no gradient comes back, nothing is kept.
+    """
+    kept: list[dict[int, int]] = []
+    module = engine.model.module
+    weights = {_storage(tensor)[0] for tensor in [*module.parameters(), *module.buffers()]}
+
+    def watch(number: int, inputs: Any) -> AbstractContextManager[Any]:
+        mine = dict(map(_storage, tensors_in(inputs)))
+        kept.append(mine)
+
+        def pack(tensor: Tensor) -> Tensor:
+            mine.update([_storage(tensor)])
+            return tensor  # which keeps it alive: no other tensor can get its address meanwhile
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    one = passes.one(watch)
+    sums = [sum(size for address, size in mine.items() if address not in weights) for mine in kept]
+    return one, [size if seconds else 0 for size, seconds in zip(sums, one.backward, strict=True)]
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's memory is, and how much it keeps alive: a view keeps all of what it is a view of."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
+        return id(tensor), tensor.nbytes
+    return storage.data_ptr(), storage.nbytes()

@@ -1,0 +1,485 @@
+"""Profiles: bytes to the last one, seconds as loosely as a noisy machine allows, and whose profile it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from holdfast import Run, UsageError
+from holdfast.engine.profile.hook import Measured as Ended
+from holdfast.engine.profile.hook import instead_of_training
+from holdfast.engine.profile.links import Measured
+from holdfast.engine.profile.measure import fits, layer_names, measure, read_facts, with_between
+from holdfast.engine.profile.passes import Passes, cut, micro_batch
+from holdfast.plan.profile import LayerCost, Link, Profile, uniform
+
+FLOAT, INT, BATCH, WIDTH = 4, 8, 4, 16  # bytes of a float and of an integer; samples; features
+ACTIVATION = BATCH * WIDTH * FLOAT
+LINEAR = (WIDTH * WIDTH + WIDTH) * FLOAT  # bytes of its weights
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def make_run(
+    *layers: nn.Module,
+    loss: Callable[[Any, Any], Tensor] = mse_loss,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+    data: Any = None,
+    micro_batch: int = BATCH,
+    **settings: Any,
+) -> Run:
+    data = data or TensorDataset(torch.randn(16, WIDTH), torch.randn(16, WIDTH))
+    return Run(
+        layers=list(layers),
+        loss=loss,
+        optimizer=optimizer,
+        data=data,
+        global_batch=8,
+        micro_batch=micro_batch,
+        **settings,
+    )
+
+
+def costs(*layers: nn.Module, rounds: int = 3, **settings: Any) -> tuple[LayerCost, ...]:
+    return measure(make_run(*layers, **settings).engine, rounds=rounds).costs
+
+
+def profile_of(run: Run) -> Profile:
+    inside = Measured(link=Link(bandwidth=1e9), seconds={}, error=0.0)
+    return measure(run.engine, rounds=3).profile("test", inside)
+
+
+# --- bytes ----------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_linear_layers_are_exact() -> None:
+    first, last = costs(linear(), linear())
+    assert (first.name, last.name) == ("0 Linear", "1 Linear")
+    assert first.weight_bytes == first.trainable_bytes == LINEAR
+    assert first.slot_bytes == 2 * LINEAR + 2 * FLOAT  # AdamW: two moments, and a counter for each parameter
+    assert first.output_bytes == first.output_gradient_bytes == ACTIVATION
+    assert first.saved_bytes == ACTIVATION  # its input; the weight is there anyway
+    assert last.output_bytes == last.output_gradient_bytes == 0  # behind the last layer nothing crosses
+    assert last.saved_bytes == 3 * ACTIVATION  # its input, and the loss's: output and target
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slots"),
+    [
+        (lambda ps: torch.optim.SGD(ps, lr=0.1), 0),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), LINEAR),
+        (lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True), 3 * LINEAR + 2 * FLOAT),
+    ],
+)
+def test_slots_are_what_the_optimizer_really_keeps(optimizer: Any, slots: int) -> None:
+    assert [layer.slot_bytes for layer in costs(linear(), linear(), optimizer=optimizer)] == [slots, slots]
+
+
+def test_what_has_no_weights_keeps_only_what_backward_needs() -> None:
+    _, dropout, relu, _ = costs(linear(), nn.Dropout(0.5), nn.ReLU(), linear())
+    assert (dropout.state_bytes, dropout.trainable_bytes, dropout.update) == (0, 0, 0.0)
+    assert dropout.saved_bytes == 2 * ACTIVATION  # its input, and the mask, which on a CPU is of floats
+    assert relu.saved_bytes == 2 * ACTIVATION  # its input, and its result
+
+
+def test_a_tied_weight_belongs_to_the_first_layer_and_is_not_counted_as_saved() -> None:
+    first, last = linear(), linear()
+    last.weight = first.weight
+    a, b = costs(first, last)
+    assert (a.weight_bytes, b.weight_bytes) == (LINEAR, WIDTH * FLOAT)
+    assert b.saved_bytes == 3 * ACTIVATION
+    assert a.slot_bytes + b.slot_bytes == 2 * (LINEAR + WIDTH * FLOAT) + 3 * FLOAT
+
+
+def test_frozen_layers_have_no_gradient_no_backward_and_nothing_to_keep() -> None:
+    frozen = linear().requires_grad_(False)
+    first, middle, _ = costs(frozen, nn.ReLU(), linear())
+    for layer in (first, middle):
+        assert (layer.backward, layer.output_gradient_bytes, layer.saved_bytes, layer.slot_bytes) == (0, 0, 0, 0)
+    assert (first.weight_bytes, first.trainable_bytes) == (LINEAR, 0)
+    assert first.output_bytes == ACTIVATION
+
+
+def test_a_frozen_layer_behind_a_trained_one_passes_the_gradient_on() -> None:
+    _, frozen, _ = costs(linear(), linear().requires_grad_(False), linear())
+    assert frozen.backward > 0
+    assert frozen.output_gradient_bytes == ACTIVATION
+
+
+class Masked(nn.Module):
+    """Gives floats, integers, a mask and a number, as a dict or in a tuple."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        values = {"x": self.inner(x), "places": torch.arange(WIDTH), "mask": x > 0, "scale": 0.5}
+        return values if self.kind is dict else tuple(values.values())
+
+
+class Unmask(nn.Module):
+    def forward(self, given: Any) -> Tensor:
+        x, places, mask, scale = given.values() if isinstance(given, dict) else given
+        return x * mask * scale + places
+
+
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_only_floats_have_gradients_at_a_boundary(kind: type) -> None:
+    first, _ = costs(Masked(kind), Unmask())
+    assert first.output_bytes == ACTIVATION + WIDTH * INT + BATCH * WIDTH
+    assert first.output_gradient_bytes == ACTIVATION
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x, x * 2
+
+
+class Unused(nn.Module):
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return given[0] + given[1]
+
+
+def test_a_tensor_that_is_given_twice_is_sent_once_and_one_that_is_not_used_has_no_gradient() -> None:
+    _, twice, _ = costs(linear(), Twice(), Unused())
+    assert twice.output_bytes == 2 * ACTIVATION
+    assert twice.output_gradient_bytes == ACTIVATION
+
+
+def test_integer_inputs() -> None:
+    texts = TensorDataset(torch.randint(9, (16, 5)), torch.randint(9, (16, 5)))
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(scores.flatten(0, 1), target.flatten())
+
+    embedding, _ = costs(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9), data=texts, loss=loss)
+    assert embedding.saved_bytes == BATCH * 5 * INT
+    assert embedding.output_bytes == embedding.output_gradient_bytes == BATCH * 5 * WIDTH * FLOAT
+    assert embedding.backward > 0
+
+
+def test_autocast_makes_boundaries_narrower() -> None:
+    wide, _, _ = costs(linear(), linear(), linear())
+    narrow, _, _ = costs(linear(), linear(), linear(), autocast=torch.bfloat16)
+    assert narrow.output_bytes == narrow.output_gradient_bytes == wide.output_bytes // 2
+    assert narrow.weight_bytes == wide.weight_bytes
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(linear(), nn.GELU(), linear())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[return-value]
+
+
+def test_a_layer_that_computes_again_keeps_only_its_input() -> None:
+    _, once, _ = costs(linear(), nn.Sequential(linear(), nn.GELU(), linear()), linear())
+    _, again, _ = costs(linear(), Recomputed(), linear())
+    assert (once.saved_bytes, again.saved_bytes) == (3 * ACTIVATION, ACTIVATION)
+
+
+def test_buffers_are_weights_without_gradient() -> None:
+    norm, _ = costs(nn.BatchNorm1d(WIDTH), linear(), numerics="fast")
+    assert norm.trainable_bytes == 2 * WIDTH * FLOAT
+    assert norm.weight_bytes == 4 * WIDTH * FLOAT + INT
+    assert norm.output_gradient_bytes == ACTIVATION
+
+
+# --- seconds --------------------------------------------------------------------------------------------
+
+
+class _SleepBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(0.02)
+        return gradient
+
+
+class SlowBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _SleepBack.apply(x)
+
+
+class SlowForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x
+
+
+def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+    time.sleep(0.02)
+    return mse_loss(output, target)
+
+
+def slow_places(layers: Iterable[LayerCost]) -> list[tuple[int, str]]:
+    """Where 20 ms were spent; everything else here takes microseconds."""
+    return [
+        (number, way)
+        for number, layer in enumerate(layers)
+        for way in ("forward", "backward")
+        if getattr(layer, way) > 0.015
+    ]
+
+
+def test_time_is_found_where_it_is_spent() -> None:
+    assert slow_places(costs(linear(), linear(), linear(), rounds=5)) == []
+    assert slow_places(costs(linear(), SlowBackward(), linear(), rounds=5)) == [(1, "backward")]
+    assert slow_places(costs(linear(), SlowForward(), linear(), rounds=5)) == [(1, "forward")]
+    assert slow_places(costs(linear(), linear(), rounds=5, loss=slow_loss)) == [(1, "forward")]
+
+
+def test_layers_add_up_to_a_whole_pass() -> None:
+    """Interleaved, so that what else the machine does hits both alike; the factor is for what is left."""
+    width = 256
+    data = TensorDataset(torch.randn(64, width), torch.randn(64, width))
+    blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)]
+    run = Run(
+        layers=blocks, loss=mse_loss, optimizer=torch.optim.AdamW, data=data, global_batch=64, micro_batch=64
+    )  # fmt: skip
+    inputs, targets = micro_batch(run.engine)
+    passes = Passes(run.engine, inputs, targets)
+    ratios = []
+    for _ in range(15):
+        begin = time.perf_counter()
+        run.engine._forward(inputs, targets, step=0, index=0, between=lambda: None).backward()  # type: ignore[no-untyped-call]
+        whole = time.perf_counter() - begin
+        one = passes.one()
+        ratios.append((sum(one.forward) + sum(one.backward)) / whole)
+    assert 0.6 < median(ratios[3:]) < 1.6
+
+
+def test_the_update_is_shared_out_by_bytes() -> None:
+    small, none, large, _ = costs(nn.Linear(WIDTH, 1), nn.Identity(), nn.Linear(1, 640), nn.Linear(640, WIDTH))
+    assert none.update == 0
+    bytes_of_large, bytes_of_small = (layer.trainable_bytes + layer.slot_bytes for layer in (large, small))
+    assert large.update / small.update == pytest.approx(bytes_of_large / bytes_of_small)
+
+
+def test_a_schedule_with_an_end_is_left_alone() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+
+    assert len(costs(linear(), linear(), schedule=schedule, clip_norm=1.0)) == 2
+
+
+# --- a pass is a real one ---------------------------------------------------------------------------------
+
+
+def gradients(run: Run) -> list[Tensor]:
+    return [p.grad.clone() for p in run.engine.model.trainable if p.grad is not None]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_cutting_changes_no_gradient(autocast: torch.dtype | None) -> None:
+    layers = [linear(), nn.ReLU(inplace=True), nn.Dropout(0.3), Masked(tuple), Unmask(), linear()]
+    run = make_run(*layers, autocast=autocast)
+    inputs, targets = micro_batch(run.engine)
+    loss = run.engine._forward(inputs, targets, step=0, index=0, between=lambda: None)
+    (loss * BATCH / 8).backward()  # type: ignore[no-untyped-call]
+    whole = gradients(run)
+    run.engine.model.module.zero_grad()
+    Passes(run.engine, inputs, targets).one()
+    assert len(whole) == 6
+    assert all(torch.equal(a, b) for a, b in zip(whole, gradients(run), strict=True))
+
+
+def test_control_another_dropout_changes_gradients() -> None:
+    run = make_run(linear(), nn.Dropout(0.3), linear())
+    inputs, targets = micro_batch(run.engine)
+    seen = []
+    for seed in (0, 1):
+        run.engine.model.module.zero_grad()
+        run.engine.model.seed = seed
+        Passes(run.engine, inputs, targets).one()
+        seen.append(gradients(run))
+    assert not all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_a_layer_may_write_into_its_input() -> None:
+    x = torch.ones(3)
+    crossing = cut(x)
+    crossing.inputs.zero_()
+    assert x.sum() == 3
+
+
+class Hidden(nn.Module):
+    """Leaves something for a later layer behind the boundary's back."""
+
+    kept: list[Tensor]
+
+    def __init__(self, kept: list[Tensor], *, gives: bool) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.box = [kept]
+        self.gives = gives
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gives:
+            self.box[0][:] = [self.inner(x)]
+            return self.box[0][0]
+        return self.inner(x) + self.box[0][0]
+
+
+class Opaque(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return object()
+
+
+def test_layers_that_cannot_be_cut_are_refused_in_words() -> None:
+    kept: list[Tensor] = []
+    with pytest.raises(UsageError, match=r"layer 0 \(Hidden\) has no backward pass of its own"):
+        costs(Hidden(kept, gives=True), Hidden(kept, gives=False))
+    with pytest.raises(UsageError, match=r"layer 1 \(Opaque\) gives a object, which cannot be sent"):
+        costs(linear(), Opaque(), linear())
+
+
+def test_bad_losses_are_refused_in_words() -> None:
+    with pytest.raises(UsageError, match="loss must give one number"):
+        costs(linear(), loss=lambda output, target: output - target)
+    with pytest.raises(UsageError, match="does not depend on any parameter"):
+        costs(linear(), loss=lambda output, target: mse_loss(output.detach(), target))
+
+
+# --- the hook ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_measured_does_not_train() -> None:
+    run = make_run(linear())
+    before, seen = run.sha256(), []
+    with instead_of_training(seen.append), pytest.raises(Ended):
+        next(run.steps(3))
+    assert seen == [run]
+    assert (run.step, run.sha256()) == (0, before)
+    assert [step.number for step in run.steps(2)] == [0, 1]  # and otherwise it does
+
+
+# --- whose profile is it? ---------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, self.heads, WIDTH // self.heads).flatten(1))
+
+
+@pytest.fixture(scope="module")
+def known() -> Profile:
+    return profile_of(make_run(Heads(), nn.Dropout(0.1), linear()))
+
+
+def test_a_profile_fits_the_run_it_was_made_from_and_one_like_it(known: Profile) -> None:
+    run = make_run(Heads(), nn.Dropout(0.1), linear())
+    assert fits(known, run) is None
+    assert fits(known, run) is None  # asking changes nothing
+    slower = make_run(Heads(), nn.Dropout(0.1), linear(), optimizer=lambda ps: torch.optim.AdamW(ps, lr=1.0))
+    assert fits(known, slower) is None
+    assert Profile.from_json(known.to_json()) == known
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([Heads(), linear()], "another model: it has 3 layers, this run's has 2"),
+        ([Heads(), nn.GELU(), linear()], "its layer 1 is '1 Dropout', this run's is '1 GELU'"),
+        (
+            [Heads(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH, bias=False)],
+            "has 1,088 bytes of weights, this run's has 1,024",
+        ),
+        ([Heads(), nn.Dropout(0.2), linear()], "same names and sizes, but their settings"),
+        ([Heads(4), nn.Dropout(0.1), linear()], "same names and sizes, but their settings"),
+    ],
+)
+def test_a_profile_of_another_model_is_told_apart(known: Profile, layers: list[nn.Module], said: str) -> None:
+    reason = fits(known, make_run(*layers))
+    assert reason is not None
+    assert said in reason
+
+
+def test_another_optimizer_loss_micro_batch_or_device_is_told_apart(known: Profile) -> None:
+    layers = [Heads(), nn.Dropout(0.1), linear()]
+
+    def sgd(ps: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(ps, lr=1e-3)
+
+    assert "the optimizer differ" in str(fits(known, make_run(*layers, optimizer=sgd)))
+    assert "the optimizer differ" in str(fits(known, make_run(*layers, loss=nn.functional.l1_loss)))
+    reason = fits(known, make_run(*layers, micro_batch=2))
+    assert reason == (
+        "a profile of another micro-batch: 4 samples; inputs float32 [4, 16]; targets float32 [4, 16]; "
+        "this run has 2 samples; inputs float32 [2, 16]; targets float32 [2, 16]"
+    )
+    assert "another device: cpu" in str(fits(known, make_run(*layers, autocast=torch.bfloat16)))
+    run = make_run(*layers)
+    torch.set_num_threads(2)
+    try:
+        assert "2 threads" in str(fits(known, run))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_made_up_profile_fits_nothing() -> None:
+    assert "made up" in str(fits(uniform(1), make_run(linear())))
+
+
+def written(source: str) -> str:
+    """The key of a run whose layer has this forward."""
+    names: dict[str, Any] = {"nn": nn, "__name__": "a script"}
+    exec(f"class Layer(nn.Linear):\n    def forward(self, x):\n        {source}", names)
+    facts, *_ = read_facts(make_run(names["Layer"](WIDTH, WIDTH)).engine)
+    return facts.key
+
+
+def test_the_code_of_a_layer_counts_but_not_its_comments() -> None:
+    assert written("return super(Layer, self).forward(x)") == written("return super(Layer, self).forward(x)  # so")
+    assert written("return super(Layer, self).forward(x)") != written("return super(Layer, self).forward(x * 2)")
+
+
+def test_names_come_from_the_model() -> None:
+    assert layer_names(make_run(linear(), nn.GELU()).engine.model) == ["0 Linear", "1 GELU"]
+    whole = Run(
+        layers=Heads(), loss=mse_loss, optimizer=torch.optim.AdamW, global_batch=8, micro_batch=4,
+        data=TensorDataset(torch.randn(16, WIDTH), torch.randn(16, WIDTH)),
+    )  # fmt: skip
+    assert layer_names(whole.engine.model) == ["Heads"]
+    (only,) = measure(whole.engine, rounds=3).costs
+    assert (only.output_bytes, only.weight_bytes) == (0, LINEAR)
+
+
+# --- links in a profile -----------------------------------------------------------------------------------
+
+
+def test_what_is_known_between_hosts_is_said(known: Profile) -> None:
+    assert known.between == known.inside
+    assert known.notes["between"] == "not measured: taken to be as inside a host"
+    both = with_between(known, bandwidth=5e9, latency=1e-3)
+    assert both.between == Link(bandwidth=5e9, latency=1e-3)
+    assert both.notes["between"] == "given: bandwidth and latency"
+    assert with_between(known, latency=1e-3).between == replace(known.inside, latency=1e-3)
+    measured = Measured(link=Link(bandwidth=2e9, latency=2e-3), seconds={4: 2e-3}, error=0.0)
+    peer = with_between(known, peer="head:1", measured=measured)
+    assert (peer.between, peer.inside) == (measured.link, known.inside)
+    assert peer.notes["between"] == "measured: with head:1, over Gloo"
