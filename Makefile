@@ -52,6 +52,7 @@ bench: setup formats
 	$(BIN)/holdfast bench recovery
 	$(BIN)/holdfast bench checkpoint
 	$(BIN)/holdfast bench zero
+	$(BIN)/holdfast bench planner
 
 clean:
 	rm -rf .venv .bench holdfast-logs holdfast-demo

@@ -18,7 +18,7 @@ from holdfast import codec
 from holdfast.checkpoint import index
 from holdfast.checkpoint.compare import flat_wants
 from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_folder, write_blocks
-from holdfast.checkpoint.facts import count, dicts, groups_of, refs
+from holdfast.checkpoint.facts import dicts, groups_of, refs
 from holdfast.checkpoint.formats import deepspeed_write, format_of, recognise
 from holdfast.checkpoint.formats.numbering import in_model_order
 from holdfast.checkpoint.formats.output import appearing
@@ -27,6 +27,7 @@ from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece, Ref, Store
 from holdfast.checkpoint.read import Want, read
 from holdfast.checkpoint.write import Array, Image
 from holdfast.errors import CheckpointError, UsageError
+from holdfast.words import count
 
 TARGETS = ("holdfast", "hf", "dcp", "torch", "deepspeed-universal")
 FILE = 4 << 30  # bytes in a data file, unless a single tensor has more

@@ -126,16 +126,6 @@ def some(names: Sequence[Any], limit: int = 3) -> str:
     return ", ".join(map(str, names[:limit])) + more
 
 
-def count(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    >>> count(1, "tensor"), count(1200, "tensor"), count(2, "copy")
-    ('1 tensor', '1,200 tensors', '2 copies')
-    """
-    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else many}"
-
-
 def box_text(box: Box) -> str:
     """A box as Python writes slices.
 

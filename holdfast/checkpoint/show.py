@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -14,45 +14,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from holdfast.checkpoint.diff import Difference, Row
-from holdfast.checkpoint.facts import count, some
+from holdfast.checkpoint.facts import some
 from holdfast.checkpoint.listing import COMPLETE, UNFINISHED, Found
 from holdfast.checkpoint.verify import Damage, Verdict
+from holdfast.words import count, size_text
 
 ROWS = 20  # of a table, unless all are asked for
 NARROW = 8  # characters that a folded column has at least
 
 
-def size_text(size: float) -> str:
-    """Bytes to read.
-
-    >>> size_text(12), size_text(1_240_000_000)
-    ('12 B', '1.24 GB')
-    """
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
-
-
 def time_text(when: float, *, short: bool = False) -> str:
     """A time on this machine's clock; without the year where there is little room."""
     return datetime.fromtimestamp(when).strftime("%m-%d %H:%M" if short else "%Y-%m-%d %H:%M") if when else ""
-
-
-def ranges_text(numbers: Iterable[int]) -> str:
-    """Numbers, those that follow each other drawn together.
-
-    >>> ranges_text([0, 1, 2, 3, 7])
-    '0-3, 7'
-    """
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 class Screen:

@@ -93,3 +93,13 @@ def checkpoint(
         "lost_s": "async: training time lost, s",
     }
     raise typer.Exit(0 if publish("checkpoint", results, bars, columns=columns, as_json=json) else 1)
+
+
+@app.command()
+def planner(rounds: Rounds = 3, json: Json = False) -> None:
+    """Planning time: all templates, a new plan after a failure at 1,000 nodes; drawn over layers and nodes."""
+    from holdfast.bench import planner as bench
+    from holdfast.bench.report import publish
+
+    results, bars = bench.race(rounds=rounds, say=_say)
+    raise typer.Exit(0 if publish("planner", results, bars, columns=bench.COLUMNS, as_json=json) else 1)

@@ -170,9 +170,9 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, a few megabytes at a time."""
     from holdfast.checkpoint import convert as work
-    from holdfast.checkpoint.facts import count
     from holdfast.checkpoint.progress import bar
-    from holdfast.checkpoint.show import Screen, size_text
+    from holdfast.checkpoint.show import Screen
+    from holdfast.words import count, size_text
 
     screen = Screen(aside=as_json)
     catalogue = _open(source, format, rules)

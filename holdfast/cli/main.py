@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from holdfast.cli import bench, ckpt, demo, run
+from holdfast.cli import bench, ckpt, demo, plan, profile, run, simulate
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -18,6 +18,9 @@ app = typer.Typer(
 )
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 app.command("demo")(demo.demo)
+app.command("profile", context_settings={"allow_interspersed_args": False})(profile.profile)
+app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(bench.app, name="bench")
 

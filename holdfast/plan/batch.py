@@ -6,9 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from holdfast.errors import UsageError
-from holdfast.plan.template import Template
-
-CLOSE = 1e-9  # relative: nearer times are equal
+from holdfast.plan.template import CLOSE, Template
 
 
 def split(micro_batches: int, templates: Sequence[Template]) -> list[int]:

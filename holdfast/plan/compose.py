@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.plan.batch import CLOSE
-from holdfast.plan.template import TINY, Template
+from holdfast.plan.template import CLOSE, TINY, Template
 from holdfast.plan.timeline import Vector
 
 Composition = dict[int, int]  # pipelines by size

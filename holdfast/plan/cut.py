@@ -25,7 +25,7 @@ import numpy as np
 from holdfast.plan.profile import Link, Profile
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
 
-EFFORT = 6_000  # vector operations spent on completing cuts; enough to finish every model of up to 10 layers
+EFFORT = 6_000  # vector operations spent on a template's cuts; enough to finish every model of up to 10 layers
 EXPANSION = 6  # of these, to look one stage further
 TINY = 1e-12  # rounding: not a difference
 
@@ -46,11 +46,12 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Layers [bounds[i], bounds[i+1]) are stage i; no cut is faster than seconds / (1 + gap)."""
+    """Layers [bounds[i], bounds[i+1]) are stage i; no cut of the chain is faster than ``least``."""
 
     bounds: tuple[int, ...]
     seconds: float
-    gap: float
+    least: float
+    effort: int = 0  # that finding it took
 
 
 class Costs:
@@ -58,7 +59,7 @@ class Costs:
 
     >>> from holdfast.plan.profile import uniform
     >>> chain = Chain(stages=2, per_node=1, lanes=1, micro_batches=8)
-    >>> best_cut(Costs(uniform(4)), chain).bounds
+    >>> best_cut(Bounds(Costs(uniform(4)), chain)).bounds
     (0, 2, 4)
     """
 
@@ -159,9 +160,10 @@ class Bounds:
         even = np.searchsorted(sums, sums[-1] * np.arange(chain.stages + 1) / chain.stages)
         place = np.arange(chain.stages + 1)
         cut = np.minimum(np.maximum.accumulate(even - place) + place, costs.count - chain.stages + place)
-        if not all(self._fits(chain.stages - i, cut[i], cut[i + 1]) for i in range(chain.stages)):
+        even_cut = tuple(cut.tolist())
+        if not self.holds(even_cut):
             return costs.count
-        longest = _timed(self, tuple(cut.tolist())).seconds / chain.micro_batches
+        longest = _timed(self, even_cut).seconds / chain.micro_batches
         reach = np.searchsorted(sums, sums + longest * (1 + TINY), side="right") - np.arange(len(sums))
         return int(reach.max())
 
@@ -199,6 +201,15 @@ class Bounds:
         saved = min(under_way, self.chain.micro_batches) * (costs.saved[stop] - costs.saved[first])
         return fits & (costs.resident[stop] - costs.resident[first] + saved <= costs.profile.memory)
 
+    def holds(self, cut: tuple[int, ...]) -> bool:
+        """Does every stage of a cut fit into its device?"""
+        if self.costs.profile.memory is None:
+            return True
+        return all(
+            self._fits(self.chain.stages - stage, np.array(first), np.array(stop))
+            for stage, (first, stop) in enumerate(itertools.pairwise(cut))
+        )
+
     def occupied(self, cut: tuple[int, ...]) -> tuple[Vector, Vector, Vector]:
         """What a micro-batch's forward and backward occupy each stage of a cut, and the seconds after."""
         at = np.array(cut)
@@ -226,28 +237,45 @@ class _Open(NamedTuple):
     back: float  # from the next stage's last backward to the end of a step
 
 
-def best_cut(costs: Costs, chain: Chain, bounds: Bounds | None = None) -> Cut | None:
-    """The fastest cut into ``chain.stages`` stages that fits the memory; None if none does."""
-    bounds = bounds or Bounds(costs, chain)
+def best_cut(bounds: Bounds, *, effort: int = EFFORT, rival: float = np.inf) -> Cut | None:
+    """The fastest cut into ``chain.stages`` stages that fits the memory; None if none does.
+
+    Cuts that are no faster than ``rival`` are not looked for: another chain has a better one.
+    """
     if bounds.least == np.inf:
         return None
-    root = _Open(bounds.least, chain.stages, (0,), 0.0, 0.0)
+    root = _Open(bounds.least, bounds.chain.stages, (0,), 0.0, 0.0)
     best = _timed(bounds, _first_guess(bounds, root))
     waiting = [root]
-    effort = 0
-    while waiting:
+    spent = 0
+    while waiting and waiting[0].bound < (limit := min(best.seconds, rival) * (1 - TINY)):
+        if spent > effort:
+            better = _polished(bounds, best)
+            return replace(better, least=min(waiting[0].bound, better.seconds), effort=spent)
         chosen = heapq.heappop(waiting)
-        if chosen.bound >= best.seconds * (1 - TINY):
-            break
-        if effort > EFFORT:
-            return replace(best, gap=best.seconds / chosen.bound - 1)
-        effort += EXPANSION
+        spent += EXPANSION
         if chosen.left:
-            for child in _children(bounds, chosen, below=best.seconds * (1 - TINY)):
+            for child in _children(bounds, chosen, below=limit):
                 heapq.heappush(waiting, child)
-        elif _closer_bound(bounds, chosen.cut) < best.seconds * (1 - TINY):
+        elif _closer_bound(bounds, chosen.cut) < limit:
             best = min(best, _timed(bounds, chosen.cut), key=lambda cut: cut.seconds)
-            effort += chain.micro_batches + chain.stages
+            spent += bounds.chain.micro_batches + bounds.chain.stages
+    return replace(best, least=min(best.seconds, max(rival, bounds.least)), effort=spent)
+
+
+def _polished(bounds: Bounds, best: Cut) -> Cut:
+    """The cut after moving single boundaries as long as that helps: for a search that could not finish."""
+    moved = True
+    while moved:
+        moved = False
+        for place, step in itertools.product(range(1, bounds.chain.stages), (-1, 1)):
+            cut = (*best.bounds[:place], best.bounds[place] + step, *best.bounds[place + 1 :])
+            if not cut[place - 1] < cut[place] < cut[place + 1] or not bounds.holds(cut):
+                continue
+            if _closer_bound(bounds, cut) < best.seconds * (1 - TINY):
+                trial = _timed(bounds, cut)
+                if trial.seconds < best.seconds * (1 - TINY):
+                    best, moved = trial, True
     return best
 
 
@@ -278,7 +306,7 @@ def _first_guess(bounds: Bounds, root: _Open) -> tuple[int, ...]:
 def _timed(bounds: Bounds, cut: tuple[int, ...]) -> Cut:
     forward, backward, after = bounds.occupied(cut)
     ends = last_ends(forward, backward, np.array([bounds.chain.micro_batches]))
-    return Cut(bounds=cut, seconds=float((ends + after).max()), gap=0.0)
+    return Cut(bounds=cut, seconds=float((ends + after).max()), least=0.0)
 
 
 def _closer_bound(bounds: Bounds, cut: tuple[int, ...]) -> float:

@@ -15,7 +15,8 @@ from holdfast.plan.batch import split
 from holdfast.plan.compose import Composition, Demand, Menu, equals, fastest, fewest_pipelines
 from holdfast.plan.place import Node as Node
 from holdfast.plan.place import Placement, place
-from holdfast.plan.template import Template, Templates
+from holdfast.plan.template import Template, Templates, what_it_takes
+from holdfast.words import count, size_text
 
 TRIES = 4096  # nodes placed while looking for the equal plan that moves the fewest bytes
 
@@ -42,7 +43,7 @@ class Plan:
     tolerate: int
     micro_batches: int
     moved_bytes: int
-    spares: tuple[Node, ...]  # nodes without a place: only if the model has too few layers
+    spares: tuple[Node, ...]  # nodes without a place: too few layers, or too little memory for longer pipelines
     lost: tuple[int, ...]  # layers that nobody holds any more: they come from a log or a checkpoint
     reason: str
 
@@ -119,7 +120,11 @@ def make_plan(
         for template, share in zip(chosen, shares, strict=True)
     )
     kept = {layer for layers in known.values() for layer in layers}
-    lost = [layer for layer in range(len(templates.profile.layers)) if layer not in kept] if held else []
+    lost = (
+        [layer for layer in range(len(templates.profile.layers)) if layer not in kept]
+        if any((held or {}).values())
+        else []
+    )
     return Plan(
         pipelines=pipelines,
         tolerate=templates.tolerate,
@@ -132,21 +137,15 @@ def make_plan(
 
 
 def _shortage(templates: Templates, nodes: int) -> Shortage:
-    fewest, needed = templates.minimum, templates.needed
+    fewest, needed, tolerate = templates.minimum, templates.needed, templates.tolerate
     if nodes >= fewest:
         hint = f"{needed - nodes} more, or tolerate only {nodes // fewest - 1}, or save and stop"
+    elif tolerate:
+        hint = f"{fewest - nodes} more to train at all, {needed - nodes} more to survive the loss of {tolerate}"
     else:
-        hint = (
-            f"{fewest - nodes} more to train at all, {needed - nodes} more to survive the loss of {templates.tolerate}"
-        )
-    are = "node is" if nodes == 1 else "nodes are"
-    return Shortage(
-        nodes=nodes,
-        needed=needed,
-        reason=f"{nodes} {are} left, and surviving the loss of {templates.tolerate} takes "
-        f"{templates.tolerate + 1} pipelines of at least {fewest} nodes",
-        hint=hint,
-    )
+        hint = f"{needed - nodes} more"
+    left = f"{count(nodes, 'node')} {'is' if nodes == 1 else 'are'} left"
+    return Shortage(nodes=nodes, needed=needed, reason=f"{left}, and {what_it_takes(tolerate, fewest)}", hint=hint)
 
 
 def _demand(templates: Templates, nodes: int, micro_batches: int) -> Demand:
@@ -216,11 +215,9 @@ def _reason(
         f"{shape} nodes; the pipeline of {slowest.template.nodes} with {slowest.micro_batches} micro-batches is last"
     ]
     if placement.moved_bytes:
-        words.append(f"{placement.moved_bytes / 1e6:.3g} MB move")
+        words.append(f"{size_text(placement.moved_bytes)} move")
     if placement.spares:
-        words.append(
-            f"{', '.join(placement.spares)} left over: the model has only {len(templates.profile.layers)} layers"
-        )
+        words.append(f"{', '.join(placement.spares)} left over: {templates.reason}")
     if lost:
         words.append(f"nobody holds layers {', '.join(map(str, lost))} any more")
     return "; ".join(words)

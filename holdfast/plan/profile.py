@@ -107,6 +107,8 @@ def _check(profile: Profile) -> None:
         raise ValueError(f"{len(profile.layers)} layers; it takes 1 to {MOST_LAYERS}")
     if profile.micro_batch < 1:
         raise ValueError("the micro-batch has no samples")
+    if profile.memory is not None and not 0 < profile.memory < float("inf"):
+        raise ValueError(f"a device has {profile.memory} bytes of memory")
     for link in (profile.inside, profile.between):
         if not link.bandwidth > 0 or not 0 <= link.latency < float("inf"):
             raise ValueError(f"a link of {link.bandwidth} bytes/s with {link.latency} s latency")

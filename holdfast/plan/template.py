@@ -15,15 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import UsageError
-from holdfast.plan.cut import Bounds, Chain, Costs, Cut, best_cut
+from holdfast.plan.cut import EFFORT, Bounds, Chain, Costs, Cut, best_cut
 from holdfast.plan.profile import Profile
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
+from holdfast.words import count
 
 PER_DEVICE = 4  # micro-batches for each device while planning: a usual share, as the paper has it
 FEW = 16  # up to here the time of every number of micro-batches is known exactly,
 CLOSELY = 40  # of so many numbers up to twice the stages,
 WIDELY = (3, 4, 5, 6)  # and of these times the stages; in between it is all but linear
 TINY = 1e-12  # rounding: not a difference
+CLOSE = 1e-9  # relative: nearer times are equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,9 @@ class Template:
         backward = np.array([stage.times.backward + stage.times.send_backward for stage in self.stages])
         update = np.array([stage.update for stage in self.stages])
         exchange = np.array([stage.exchange for stage in self.stages])
-        count = len(self.stages)
-        near = np.unique([*range(1, FEW + 1), *np.linspace(1, 2 * count, CLOSELY).round().astype(int)])
-        far = np.array([times * count for times in WIDELY if times * count > near[-1]], dtype=int)
+        stages = len(self.stages)
+        near = np.unique([*range(1, FEW + 1), *np.linspace(1, 2 * stages, CLOSELY).round().astype(int)])
+        far = np.array([times * stages for times in WIDELY if times * stages > near[-1]], dtype=int)
         numbers = np.concatenate([near, far])
         # Apart, because all of a call take as many rounds as its longest.
         ends = np.concatenate([last_ends(forward, backward, each) for each in (near, far) if len(each)])
@@ -163,8 +165,8 @@ def make_templates(
     needed = (tolerate + 1) * fewest
     if nodes < needed:
         raise UsageError(
-            f"{nodes} nodes are too few: surviving the loss of {tolerate} takes {tolerate + 1} pipelines "
-            f"of at least {fewest} nodes, {needed} in all",
+            f"{count(nodes, 'node')} {'is' if nodes == 1 else 'are'} too few: {what_it_takes(tolerate, fewest)}, "
+            f"{needed} in all",
             hint=_what_would_help(nodes, fewest),
         )
     most = min(nodes - tolerate * fewest, costs.count)
@@ -176,9 +178,32 @@ def make_templates(
         tolerate=tolerate,
         minimum=fewest,
         by_nodes=found,
-        reason=f"a pipeline takes {fewest} to {most} nodes"
-        + (f": the model has only {costs.count} layers" if most == costs.count < nodes - tolerate * fewest else ""),
+        reason=_reason(costs, found, nodes - tolerate * fewest),
     )
+
+
+def _reason(costs: Costs, found: dict[int, Template], wanted: int) -> str:
+    """Which sizes there are, and why not all from the smallest to the wanted largest."""
+    sizes = f"{min(found)} to {max(found)}" if len(found) > 1 else f"{min(found)}"
+    words = f"a pipeline takes {sizes} nodes"
+    missing = [size for size in range(min(found), min(wanted, costs.count) + 1) if size not in found]
+    if missing:
+        # A longer pipeline has more micro-batches under way in its first stages.
+        words += f": of {missing[0]} nodes{' and others' if missing[1:] else ''} it would not fit into the memory"
+    elif wanted > costs.count:
+        words += f": the model has only {costs.count} layers"
+    return words
+
+
+def what_it_takes(tolerate: int, fewest: int) -> str:
+    """The least that can be planned, in words.
+
+    >>> what_it_takes(0, 2), what_it_takes(1, 1)
+    ('training takes a pipeline of at least 2 nodes', 'surviving the loss of 1 takes 2 pipelines of at least 1 node')
+    """
+    if tolerate == 0:
+        return f"training takes a pipeline of at least {count(fewest, 'node')}"
+    return f"surviving the loss of {tolerate} takes {tolerate + 1} pipelines of at least {count(fewest, 'node')}"
 
 
 def _what_would_help(nodes: int, fewest: int) -> str:
@@ -189,26 +214,27 @@ def _what_would_help(nodes: int, fewest: int) -> str:
 
 def _fewest_nodes(costs: Costs, devices: int, minimum: int | None) -> int:
     """n0: the smallest pipeline whose stages fit their devices, at least what the user asks for."""
-    fits = (size for size in range(1, costs.count + 1) if _shapes(costs, size, devices))
+    if minimum is not None and minimum > costs.count:
+        raise UsageError(
+            f"a pipeline of {minimum} nodes has more nodes than the model has layers", hint=f"at most {costs.count}"
+        )
+    fits = (size for size in range(minimum or 1, costs.count + 1) if _shapes(costs, size, devices))
     fewest = next(fits, None)
     if fewest is None:
         layer = max(costs.profile.layers, key=lambda layer: layer.resident_bytes + layer.saved_bytes)
         needs = layer.resident_bytes + layer.saved_bytes
+        of = f" of {minimum} or more nodes" if minimum is not None else ""
         raise UsageError(
-            f"the model does not fit even with a node per layer: {layer.name} alone takes {needs / 1e9:.3g} GB "
-            f"and more with several micro-batches under way, a device has {(costs.profile.memory or 0) / 1e9:.3g} GB",
+            f"no pipeline{of} fits into the memory: {layer.name} alone takes {needs / 1e9:.3g} GB and more with "
+            f"several micro-batches under way, a device has {(costs.profile.memory or 0) / 1e9:.3g} GB",
             hint="more memory, a smaller micro-batch, or cut the model into smaller layers",
         )
-    if minimum is not None and minimum < fewest:
+    if minimum is not None and fewest > minimum:
         raise UsageError(
-            f"{minimum} nodes cannot hold a pipeline: the memory of {fewest} is needed", hint=f"--min-nodes {fewest}"
+            f"a pipeline of {count(minimum, 'node')} does not fit into the memory",
+            hint=f"the next larger that does has {fewest}",
         )
-    if minimum is not None and minimum > costs.count:
-        raise UsageError(
-            f"a pipeline of {minimum} nodes has more nodes than the model has layers",
-            hint=f"at most {costs.count}",
-        )
-    return minimum or fewest
+    return fewest
 
 
 def _shapes(costs: Costs, nodes: int, devices: int) -> list[tuple[float, Chain, Bounds]]:
@@ -228,18 +254,26 @@ def _shapes(costs: Costs, nodes: int, devices: int) -> list[tuple[float, Chain, 
 
 
 def _template(costs: Costs, nodes: int, devices: int) -> Template | None:
-    best: tuple[Chain, Cut] | None = None
-    for least, chain, bounds in _shapes(costs, nodes, devices):
-        if best is not None and least >= best[1].seconds:
+    """The fastest of all ways to use the devices; the search's effort is shared among them."""
+    best: tuple[Cut, Chain] | None = None
+    effort, least = EFFORT, np.inf
+    for bound, chain, bounds in _shapes(costs, nodes, devices):
+        rival = np.inf if best is None else best[0].seconds
+        if bound >= rival:
             break
-        cut = best_cut(costs, chain, bounds)
+        cut = best_cut(bounds, effort=effort, rival=rival)
         assert cut is not None, "its bound is finite"
-        if best is None or cut.seconds < best[1].seconds:
-            best = (chain, cut)
-    return None if best is None else _describe(costs, nodes, devices, *best)
+        effort -= cut.effort
+        least = min(least, cut.least)
+        if cut.seconds < rival:
+            best = (cut, chain)
+    if best is None:
+        return None
+    gap = best[0].seconds / least - 1
+    return _describe(costs, nodes, devices, *best, gap=gap if gap > CLOSE else 0.0)
 
 
-def _describe(costs: Costs, nodes: int, devices: int, chain: Chain, cut: Cut) -> Template:
+def _describe(costs: Costs, nodes: int, devices: int, cut: Cut, chain: Chain, *, gap: float) -> Template:
     bounds, times = cut.bounds, costs.times(chain, cut.bounds)
     update, exchange = costs.after(chain, np.array(bounds[:-1]), np.array(bounds[1:]))
     stages = tuple(
@@ -255,13 +289,13 @@ def _describe(costs: Costs, nodes: int, devices: int, chain: Chain, cut: Cut) ->
         for number in range(chain.stages)
     )
     slowest = max(range(chain.stages), key=lambda number: times[number].total)
-    proof = "no cut is faster" if cut.gap == 0.0 else f"no cut is more than {cut.gap:.2%} faster"
+    proof = "no cut is faster" if gap == 0.0 else f"no cut is more than {gap:.2%} faster"
     template = Template(
         nodes=nodes,
         devices=devices,
         lanes=chain.lanes,
         stages=stages,
-        gap=cut.gap,
+        gap=gap,
         reason=f"stage {slowest} of {chain.stages} sets the pace, {times[slowest].total * 1e3:.3g} ms "
         f"for a micro-batch; {proof}",
     )

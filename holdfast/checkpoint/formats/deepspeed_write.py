@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.disk import Progress, explained, silent, sync_folder
-from holdfast.checkpoint.facts import count, some
+from holdfast.checkpoint.facts import some
 from holdfast.checkpoint.formats.deepspeed_tree import KEPT, OWN
 from holdfast.checkpoint.formats.output import appearing
 from holdfast.checkpoint.pieces import Catalogue, Ref, Shape
 from holdfast.checkpoint.read import read_tensor
 from holdfast.errors import CheckpointError
+from holdfast.words import count
 
 SLOTS = "slots"  # what an optimizer keeps that DeepSpeed cannot load: beside its own folder, which it lists
 REST = "holdfast"  # the tree's parts as they were: many have no place in DeepSpeed's files

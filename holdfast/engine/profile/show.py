@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.show import Screen, size_text
+from holdfast.checkpoint.show import Screen
 from holdfast.plan.profile import LayerCost, Link, Profile
+from holdfast.words import size_text
 
 COLUMNS = ["layer~", ">forward ms", ">backward ms", ">ratio", ">boundary", ">state", ">saved"]
 

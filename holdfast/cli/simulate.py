@@ -1,0 +1,140 @@
+"""``holdfast simulate``: a failure trace over training systems."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.simulate.outcome import Outcome, Setting
+    from holdfast.simulate.recovery import Recovery
+
+BINS = 100  # stretches of time in the JSON
+
+
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Option(help="A file, or synthetic:nodes=30,mtbf=10d,joins=30m,burst=4,burst_every=12h,hours=24,seed=0."),
+    ],
+    model: Annotated[str, typer.Option(help="A model of the tables, a profile's path, or uniform:96.")],
+    systems: Annotated[
+        str, typer.Option(help="Which ones, with commas.")
+    ] = "holdfast,oobleck,recycle,varuna,bamboo,restart,ideal",
+    tables: Annotated[Path | None, typer.Option(help="Measured throughput and times, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw throughput over time into this .png or .svg.")] = None,
+    recovery_ms: Annotated[
+        float | None, typer.Option(min=0, help="Holdfast's, beyond the redone step. Default: measured here.")
+    ] = None,
+    gbit: Annotated[float | None, typer.Option(help="A node's link, Gbit/s. Default: 10, or the profile's.")] = None,
+    parameters: Annotated[
+        float | None, typer.Option(min=1, help="Of a model in tables, if it is not one of Oobleck's.")
+    ] = None,
+    tolerate: Annotated[
+        int | None, typer.Option(min=0, help="With a profile: as in holdfast plan. Default: 1.")
+    ] = None,
+    devices_per_node: Annotated[int | None, typer.Option(min=1, help="With a profile. Default: 1.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="With a profile: of a step. Default: 4 per device.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="With a profile: GB of one device.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """What training systems would have made of a failure trace: throughput, and GPU-hours used, idle and lost.
+
+    With --tables their throughput is what somebody measured; without, what our cost model says of your profile.
+    """
+    # Imported here, so that the other commands do not wait for numpy and rich.
+    from holdfast.plan.show import make_console
+    from holdfast.simulate.outcome import check_enough, check_systems, judge
+    from holdfast.simulate.plot import check_path
+    from holdfast.simulate.plot import plot as draw
+    from holdfast.simulate.prepare import by_planner, by_tables, the_trace
+    from holdfast.simulate.show import show
+
+    names = check_systems(systems)
+    if plot is not None:
+        check_path(plot)
+    followed = the_trace(trace)
+    recovery = the_recovery(recovery_ms) if "holdfast" in names else None
+    planned = {"tolerate": tolerate, "devices": devices_per_node, "micro_batches": micro_batches, "memory": memory}
+    if tables is not None:
+        refuse(planned, "is for a profile: tables have what was measured")
+        prepared = by_tables(followed, tables, model, recovery=recovery, gbit=gbit, parameters=parameters)
+    else:
+        refuse({"parameters": parameters}, "is for tables: a profile knows its own size")
+        prepared = by_planner(followed, model, recovery=recovery, gbit=gbit, **planned)  # type: ignore[arg-type]
+    setting = prepared.setting
+    check_enough(setting)
+    outcomes = [judge(name, setting) for name in names]
+    ideal = judge("ideal", setting)
+    best = ideal.samples_per_s
+    sources = {name: text for name, text in prepared.sources.items() if name in names or not name}
+    console = make_console(aside=as_json)
+    show(console, followed, setting.facts.model, outcomes, best=best)
+    for line in [*followed.notes, *in_words(sources)]:
+        console.print(f"· {line}", markup=False, soft_wrap=True)
+    if plot is not None:
+        draw(plot, followed, setting.facts.model, outcomes, ideal)
+        console.print(f"plot: {plot}", markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(to_json(setting, outcomes, best, sources)))
+
+
+def the_recovery(milliseconds: float | None) -> Recovery:
+    """As given, or as measured on this machine."""
+    from holdfast.simulate.recovery import given, measured
+
+    if milliseconds is not None:
+        return given(milliseconds)
+    return measured(lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def in_words(sources: dict[str, str]) -> list[str]:
+    """A line for each source, with the systems it is of.
+
+    >>> in_words({"": "for all", "a": "measured", "b": "assumed", "c": "measured"})
+    ['for all', 'a, c: measured', 'b: assumed']
+    """
+    names: dict[str, list[str]] = {}
+    for name, text in sources.items():
+        names.setdefault(text, []).append(name)
+    return [f"{', '.join(of)}: {text}" if any(of) else text for text, of in names.items()]
+
+
+def refuse(options: dict[str, Any], why: str) -> None:
+    """Options that would be ignored are an error."""
+    for name, value in options.items():
+        if value is not None:
+            option = "devices-per-node" if name == "devices" else name.replace("_", "-")
+            raise UsageError(f"--{option} {why}")
+
+
+def to_json(setting: Setting, outcomes: Sequence[Outcome], best: float, sources: dict[str, str]) -> dict[str, Any]:
+    """For machines: a system without the memory for the model has null for its throughput."""
+    trace = setting.trace
+    return {
+        "trace": {
+            "name": trace.name,
+            "seconds": trace.seconds,
+            "nodes": len(trace.nodes),
+            "fewest_nodes": min(trace.counts),
+            "most_nodes": max(trace.counts),
+            "losses": trace.losses,
+            "gpu_hours": setting.devices * trace.node_hours,
+            "notes": list(trace.notes),
+        },
+        "model": setting.facts.model,
+        "ideal_samples_per_s": best,
+        "over_time_seconds": trace.seconds / BINS,
+        "systems": {
+            outcome.system: {**outcome.to_json(best, BINS), "source": sources[outcome.system]} for outcome in outcomes
+        },
+    }

@@ -1,0 +1,205 @@
+"""A plan on a terminal: tables that fit into its width, and short however many nodes there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.plan.outlook import Case, Losses, Outlook
+from holdfast.plan.picture import PANELS, chart, idle_shares, some
+from holdfast.plan.planner import Pipeline, Plan, Shortage
+from holdfast.plan.template import PER_DEVICE, Template, Templates
+from holdfast.plan.terminal import STAGES, drawing, legend
+from holdfast.plan.words import gap_text, hits_text, names_text, pipelines_text, runs
+from holdfast.words import count, ranges_text, seconds_text, size_text
+
+ROWS = 8  # of a table
+WIDE = 120  # where a pipe has no width
+
+
+def make_console(*, aside: bool = False) -> Console:
+    """As wide as the terminal; a pipe gets a width of its own."""
+    console = Console(stderr=aside, highlight=False)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(stderr=aside, highlight=False, width=WIDE)
+
+
+def show(console: Console, templates: Templates, plan: Plan, outlook: Outlook) -> None:
+    """Everything about a plan."""
+    _say(console, planned_for(templates, plan), style="bold")
+    _templates(console, templates, plan)
+    _pipelines(console, templates, plan)
+    _drawings(console, plan)
+    for losses in outlook.losses:
+        _losses(console, losses)
+    _fewer(console, outlook)
+    sizes, step, moved = _outcome(outlook.join)
+    _say(console)
+    _say(console, f"one node joins: {sizes}" + (f", step {step}, {moved} moved" if step else ""))
+
+
+def planned_for(templates: Templates, plan: Plan) -> str:
+    """The title: what it is a plan for."""
+    nodes = sum(len(pipeline.nodes) for pipeline in plan.pipelines) + len(plan.spares)
+    each = f" with {count(templates.devices, 'device')} each" if templates.devices > 1 else ""
+    may = {0: "no loss is tolerated", 1: "any one may be lost"}.get(
+        templates.tolerate, f"any {templates.tolerate} may be lost at once"
+    )
+    return f"{templates.profile.model} on {count(nodes, 'node')}{each}, {may}"
+
+
+def headings(plan: Plan) -> list[tuple[str, Pipeline]]:
+    """One pipeline of each kind, and what it stands for."""
+    return [(_heading(group), group[0]) for group in alike(plan)]
+
+
+def alike(plan: Plan) -> list[list[Pipeline]]:
+    """Pipelines of as many nodes and micro-batches, together."""
+    groups: dict[tuple[int, int], list[Pipeline]] = {}
+    for pipeline in plan.pipelines:
+        groups.setdefault((len(pipeline.nodes), pipeline.micro_batches), []).append(pipeline)
+    return list(groups.values())
+
+
+def _heading(group: Sequence[Pipeline]) -> str:
+    one, idle = group[0], idle_shares(group[0])
+    lanes = f", one of {one.template.lanes} lanes" if one.template.lanes > 1 else ""
+    each = " each" if len(group) > 1 else ""
+    return (
+        f"{count(len(group), 'pipeline')} of {count(len(one.nodes), 'node')}{lanes}, "
+        f"{count(one.micro_batches, 'micro-batch')}{each}: {seconds_text(one.seconds)}, "
+        f"{sum(idle) / len(idle):.0%} idle"
+    )
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+def _templates(console: Console, templates: Templates, plan: Plan) -> None:
+    used = {len(pipeline.nodes) for pipeline in plan.pipelines}
+    sizes = sorted(templates.by_nodes)
+    shown = sorted(used | {sizes[at] for at in some(len(sizes), ROWS)})
+    columns = [">nodes", "", ">lanes", ">stages", "layers of each~", ">memory", ">step", "optimal"]
+    rows = [_template(templates.by_nodes[size], used=size in used) for size in shown]
+    _table(console, columns, rows, title=f"templates: {templates.reason}")
+    note = f"memory: the fullest device; step: with {PER_DEVICE} micro-batches per device"
+    _say(console, note + _more(len(sizes) - len(shown), "template"), style="dim")
+
+
+def _template(one: Template, *, used: bool) -> list[str]:
+    return [
+        str(one.nodes),
+        "used" if used else "",
+        str(one.lanes),
+        str(len(one.stages)),
+        runs([len(stage.layers) for stage in one.stages]),
+        size_text(max(stage.bytes for stage in one.stages)),
+        seconds_text(one.seconds(PER_DEVICE * one.nodes * one.devices)),
+        gap_text(one.gap),
+    ]
+
+
+def _pipelines(console: Console, templates: Templates, plan: Plan) -> None:
+    groups = alike(plan)
+    rows = []
+    for group in groups[:ROWS]:
+        one, idle = group[0], idle_shares(group[0])
+        work = [str(one.micro_batches), seconds_text(one.seconds), f"{sum(idle) / len(idle):.0%}"]
+        rows.append([str(len(group)), str(len(one.nodes)), *work, names_text([one.nodes for one in group])])
+    columns = [">pipelines", ">of nodes", ">micro-batches", ">step", ">idle", "which~"]
+    _table(console, columns, rows, title=f"pipelines: {len(plan.pipelines)}")
+    _note(console, _more(len(groups) - ROWS, "kind"))
+    speed = plan.micro_batches * templates.profile.micro_batch / plan.seconds
+    step = f"{count(plan.micro_batches, 'micro-batch')} in {seconds_text(plan.seconds)}: {speed:,.4g} samples/s"
+    _say(console, f"a step: {step}", style="bold green")
+    _say(console, plan.reason, style="dim")
+
+
+def _drawings(console: Console, plan: Plan) -> None:
+    panels = headings(plan)
+    for heading, pipeline in panels[:PANELS]:
+        one = chart(pipeline)
+        _say(console)
+        _say(console, heading, style="bold")
+        for line in drawing(one, console.width):
+            console.print(line, no_wrap=True, overflow="crop")
+        hidden = len(one.bars) - STAGES
+        _note(console, _more(hidden, "stage"))
+    console.print(legend())
+    _note(console, _more(len(panels) - PANELS, "kind"))
+
+
+# --- what comes after -----------------------------------------------------------------------------
+
+
+def _losses(console: Console, losses: Losses) -> None:
+    groups = same_outcome(losses.cases)
+    rows = [
+        [hits_text([case.hits for case in group]), f"{sum(case.alike for case in group):,}", *_outcome(group[0].after)]
+        for group in groups[:ROWS]
+    ]
+    title = f"{count(losses.count, 'node')} lost{' at once' if losses.count > 1 else ''}, the worst first"
+    _table(console, ["lost~", ">ways", "pipelines then~", ">step", ">moved"], rows, title=title)
+    unseen = "" if losses.complete else f"; {len(losses.cases)} kinds of loss were looked at, there are more"
+    _note(console, _more(len(groups) - ROWS, "outcome") + unseen)
+
+
+def same_outcome(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases after which the same is done, drawn together; they come with the worst first."""
+
+    def outcome(case: Case) -> tuple[object, ...]:
+        return case.badness, *_outcome(case.after)
+
+    return [list(same) for _, same in groupby(cases, key=outcome)]
+
+
+def _fewer(console: Console, outlook: Outlook) -> None:
+    if outlook.fewer:
+        rows = [[str(one.nodes), *_outcome(one.after)] for one in outlook.fewer]
+        seen = "one" if all(one.complete for one in outlook.fewer) else "of a few"
+        title = f"{'further losses' if outlook.losses else 'losses'}, one after the other, each the worst {seen}"
+        _table(console, [">nodes left", "pipelines then~", ">step", ">moved"], rows, title=title)
+
+
+def _outcome(after: Plan | Shortage) -> list[str]:
+    if isinstance(after, Shortage):
+        return [f"training stops: {after.reason}", "", ""]
+    lost = f"; layers {ranges_text(after.lost)} are lost" if after.lost else ""
+    sizes = pipelines_text([len(pipeline.nodes) for pipeline in after.pipelines])
+    return [sizes + lost, seconds_text(after.seconds), size_text(after.moved_bytes)]
+
+
+# --- on the terminal ------------------------------------------------------------------------------
+
+
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> None:
+    """``>name`` is a column of numbers; ``name~`` may be folded."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        side: JustifyMethod = "right" if name.startswith(">") else "left"
+        table.add_column(name.strip(">~"), justify=side, no_wrap=not name.endswith("~"), overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    _say(console)
+    _say(console, title, style="bold")
+    console.print(table)
+
+
+def _say(console: Console, text: str = "", *, style: str = "") -> None:
+    console.print(escape(text), style=style or None)
+
+
+def _more(number: int, noun: str) -> str:
+    return f"; {count(number, f'more {noun}')}" if number > 0 else ""
+
+
+def _note(console: Console, text: str) -> None:
+    if text:
+        _say(console, text.removeprefix("; "), style="dim")

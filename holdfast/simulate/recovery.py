@@ -1,0 +1,85 @@
+"""How long holdfast itself takes to go on after a loss: measured on this machine, and where the number is from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from holdfast.errors import HoldfastError
+
+BENCH = Path(".bench")  # where `holdfast bench` writes
+WORKERS, KILLS = 3, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Seconds beyond the step that is done again, and where that is from."""
+
+    seconds: float
+    source: str
+
+
+def given(milliseconds: float) -> Recovery:
+    """What the user says.
+
+    >>> given(40.0)
+    Recovery(seconds=0.04, source='40 ms beyond the step that is done again, as given by --recovery-ms')
+    """
+    return Recovery(
+        seconds=milliseconds / 1000,
+        source=f"{milliseconds:g} ms beyond the step that is done again, as given by --recovery-ms",
+    )
+
+
+def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
+    """What `holdfast bench recovery` found on this machine; without it, a few workers are killed now, once."""
+    raced, own = bench / "recovery.json", bench / "simulate-recovery.json"
+    found = _from_file(raced, "holdfast bench recovery") or _from_file(own, "holdfast simulate")
+    if found is not None:
+        return found
+    say(f"measuring recovery on this machine: {KILLS} times {WORKERS} workers, one killed (once; some seconds)")
+    times = _kill(say)
+    row = {"beyond_redone_step_ms": {"median": statistics.median(times), "low": min(times), "high": max(times)}}
+    bench.mkdir(exist_ok=True)
+    own.write_text(json.dumps({"results": {"holdfast-exact": row}}, indent=1))
+    again = _from_file(own, "holdfast simulate")
+    assert again is not None
+    return again
+
+
+def _from_file(path: Path, by: str) -> Recovery | None:
+    try:
+        row = json.loads(path.read_text())["results"]["holdfast-exact"]["beyond_redone_step_ms"]
+        median, low, high = float(row["median"]), float(row["low"]), float(row["high"])
+        date = datetime.fromtimestamp(path.stat().st_mtime)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no such file, or another bench's: it is measured anew
+    return Recovery(
+        # A median below zero is noise of a shared machine: nothing takes less than no time.
+        seconds=max(median, 0.0) / 1000,
+        source=f"{median:.0f} ms ({low:.0f} to {high:.0f}) beyond the step that is done again, measured on this "
+        f"machine by {by} on {date:%Y-%m-%d} ({path}): {WORKERS} workers with a small model, one killed",
+    )
+
+
+def _kill(say: Callable[[str], None]) -> list[float]:
+    from holdfast.bench.race import Shape
+    from holdfast.bench.recovery import kill_one
+
+    shape = Shape(workers=WORKERS, micro_batches=2, micro_batch=2, width=128)
+    times = []
+    for number in range(KILLS):
+        mine = 1000 + number  # the race's own folders are left alone
+        shutil.rmtree(BENCH / "recovery" / f"holdfast-exact-{mine}", ignore_errors=True)
+        try:
+            recovery, redone = kill_one("holdfast-exact", shape, mine)
+        except HoldfastError as e:
+            raise HoldfastError(f"recovery could not be measured: {e}", hint="give it with --recovery-ms") from e
+        times.append(1000 * (recovery - redone))
+        say(f"kill {number + 1} of {KILLS}: {times[-1]:.0f} ms beyond the step that is done again")
+    return times

@@ -1,0 +1,154 @@
+"""Made-up traces: nodes that fail one by one and in bursts, and nodes that come back; seeded."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from heapq import heappop, heappush
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.simulate.trace import Trace, grouped
+
+PREFIX = "synthetic:"
+EXAMPLE = "synthetic:nodes=30,mtbf=10d,joins=30m,burst=4,burst_every=12h,hours=24,seed=0"
+MOST_NODES, MOST_MOVES = 100_000, 200_000
+DURATIONS = ("mtbf", "joins", "burst_every")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """What a made-up trace is made from; times in seconds.
+
+    >>> Synthetic.parse("synthetic:nodes=30,mtbf=10d,hours=24")
+    Synthetic(nodes=30, mtbf=864000.0, joins=None, burst=0, burst_every=None, hours=24.0, seed=0)
+    >>> Synthetic.parse("synthetic:nodes=30,mtfb=10d")
+    Traceback (most recent call last):
+    holdfast.errors.UsageError: 'mtfb' is not known to a synthetic trace (there are nodes, mtbf, joins, burst, \
+burst_every, hours, seed)
+    """
+
+    nodes: int = 30
+    mtbf: float | None = None  # mean time between failures of one node; None: none fails alone
+    joins: float | None = None  # mean time until a lost node is replaced; None: never
+    burst: int = 0  # nodes lost at once
+    burst_every: float | None = None  # mean time from one burst to the next
+    hours: float = 24.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise UsageError(f"a synthetic trace of {self.nodes} nodes cannot be made", hint=f"1 to {MOST_NODES}")
+        if not 0 < self.hours < math.inf:
+            raise UsageError(f"a synthetic trace of {self.hours:g} hours cannot be made")
+        for name in DURATIONS:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name} is {value:g} s, it has to be more than nothing")
+        if self.burst < 0 or bool(self.burst) != (self.burst_every is not None):
+            raise UsageError("a burst takes both: how many nodes, and how often", hint="burst=4,burst_every=12h")
+
+    @classmethod
+    def parse(cls, text: str) -> Synthetic:
+        """What stands behind --trace: names and values, durations as 90s, 10m, 6h or 2d."""
+        given: dict[str, float] = {}
+        names = [field.name for field in fields(cls)]
+        for part in filter(None, text.removeprefix(PREFIX).split(",")):
+            name, _, value = part.strip().partition("=")
+            if name not in names:
+                raise UsageError(f"{name!r} is not known to a synthetic trace", hint=f"there are {', '.join(names)}")
+            if name in given:
+                raise UsageError(f"{name} is given twice")
+            given[name] = _duration(name, value) if name in DURATIONS else _number(name, value)
+        whole = {name: int(value) for name, value in given.items() if name in ("nodes", "burst", "seed")}
+        return cls(**{**given, **whole})  # type: ignore[arg-type]
+
+    def trace(self) -> Trace:
+        """The same parameters and the same seed: the same trace.
+
+        >>> Synthetic(mtbf=864000.0, seed=1).trace() == Synthetic(mtbf=864000.0, seed=1).trace()
+        True
+        """
+        end = 3600 * self.hours
+        return grouped(self._moves(end), name=self._name(), end=end)
+
+    def _name(self) -> str:
+        """What ``parse`` would read."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) or field.name == "seed"]
+        shown: dict[str, Any] = {name: getattr(self, name) for name in names}
+        shown |= {name: _text(value) for name, value in shown.items() if name in DURATIONS}
+        shown["hours"] = f"{self.hours:g}"
+        return PREFIX + ",".join(f"{name}={value}" for name, value in shown.items())
+
+    def _moves(self, end: float) -> Iterator[tuple[float, bool, str]]:
+        """Everybody's end is drawn when it begins, so that what happens to one does not change another's fate."""
+        rng = random.Random(self.seed)
+        there: dict[str, None] = {}
+        queue: list[tuple[float, int, str]] = []  # when, a number that keeps the order, what
+        made = moves = 0
+
+        def plan(time: float, mean: float | None, what: str) -> None:
+            nonlocal moves
+            if mean is not None:
+                moves += 1
+                if moves > MOST_MOVES:
+                    raise UsageError(f"the synthetic trace has more than {MOST_MOVES} events", hint="a longer mtbf")
+                heappush(queue, (time + rng.expovariate(1 / mean), moves, what))
+
+        def add(time: float) -> tuple[float, bool, str]:
+            nonlocal made
+            made += 1
+            name = f"node{made}"
+            there[name] = None
+            plan(time, self.mtbf, name)
+            return time, True, name
+
+        for _ in range(self.nodes):
+            yield add(0.0)
+        plan(0.0, self.burst_every, "burst")
+        while queue and queue[0][0] < end:
+            time, _, what = heappop(queue)
+            if what == "join":
+                yield add(time)
+                continue
+            if what == "burst":
+                victims = rng.sample(list(there), min(self.burst, len(there)))
+                plan(time, self.burst_every, "burst")
+            else:
+                victims = [what] if what in there else []
+            for victim in victims:
+                del there[victim]
+                plan(time, self.joins, "join")
+                yield time, False, victim
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text.removesuffix("h") if name == "hours" else int(text))
+    except ValueError as e:
+        kind = "a number of hours" if name == "hours" else "a whole number"
+        raise UsageError(f"{name}={text} is not {kind}", hint=EXAMPLE) from e
+    return value
+
+
+def _duration(name: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|m|h|d)", text)
+    if not found:
+        raise UsageError(f"{name}={text} is not a duration", hint="as in 90s, 10m, 6h or 2d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _text(seconds: float) -> str:
+    """In the largest unit that leaves no fraction.
+
+    >>> _text(864000.0), _text(5400.0), _text(0.5)
+    ('10d', '90m', '0.5s')
+    """
+    for unit in ("d", "h", "m"):
+        if not seconds % _UNITS[unit]:
+            return f"{int(seconds / _UNITS[unit])}{unit}"
+    return f"{seconds:g}s"

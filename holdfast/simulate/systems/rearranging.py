@@ -1,0 +1,144 @@
+"""Systems that go on with whoever is left: Oobleck, holdfast, Varuna, plain checkpoint-restart, and the ideal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.plan.interval import choose
+from holdfast.simulate.course import Layout, Moment, Reaction
+from holdfast.simulate.tables import Facts, Speeds
+from holdfast.simulate.trace import Trace
+
+Arrange = Callable[[tuple[str, ...], Layout | None], Layout]
+
+
+def by_table(speeds: Speeds, *, moving: float = 0.0) -> Arrange:
+    """As fast as the table says for so many nodes, whoever they are; every change moves layers for so many seconds.
+
+    Those that came first train.
+
+    >>> by_table(Speeds({2: 8.0}), moving=1.5)(("a", "b", "c"), None)
+    Layout(samples_per_s=8.0, used=2, moving=1.5, memory=('a', 'b'))
+    """
+
+    def arrange(live: tuple[str, ...], before: Layout | None) -> Layout:
+        samples_per_s, used = speeds.at(len(live))
+        return Layout(samples_per_s=samples_per_s, used=used, moving=moving, memory=live[:used])
+
+    return arrange
+
+
+def known(facts: Facts, system: str) -> Speeds:
+    """The system's throughput; asked only of systems that have the memory for the model."""
+    speeds = facts.speeds[system]
+    assert speeds is not None, f"{facts.model} is out of memory on {system}"
+    return speeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rearranging:
+    """Rules: when a node is lost, work since the last boundary is; then a pause, then on with those left.
+
+    Who joins is waited for by nobody: it is taken in at the next boundary, so that nothing is lost. Below the
+    fewest nodes training stands still, and goes on with a restart. ``Layout.memory`` has the nodes that train.
+    """
+
+    arrange: Arrange
+    boundary_samples: float
+    boundary_seconds: float = 0.0
+    creation: float = 0.0
+    on_loss: float = 0.0  # seconds, beside what moving layers takes
+    on_join: float = 0.0
+    from_nothing: float = 0.0  # when training has stood still for lack of nodes
+    why: str = ""
+
+    def begin(self, moment: Moment) -> Layout:
+        return self.arrange(moment.live, None)
+
+    def lose(self, layout: Layout, moment: Moment) -> Reaction:
+        if layout.samples_per_s and not any(node in layout.memory for node in moment.lost):
+            return self.join(layout, moment)  # who is lost only waited
+        then = self.arrange(moment.live, layout)
+        if not then.samples_per_s:
+            return Reaction(then=then)
+        pause = self.on_loss + then.moving if layout.samples_per_s else self.from_nothing
+        return Reaction(then=then, pause=pause, why=self.why)
+
+    def join(self, layout: Layout, moment: Moment) -> Reaction:
+        then = self.arrange(moment.live, layout)
+        if (then.samples_per_s, then.used) == (layout.samples_per_s, layout.used):
+            return Reaction(then=None, at_boundary=True)  # nothing to be gained: it waits
+        pause = self.from_nothing if moment.started else 0.0
+        if layout.samples_per_s:
+            pause = self.on_join + then.moving
+        return Reaction(then=then, pause=pause, at_boundary=True, why=self.why)
+
+
+def oobleck(facts: Facts, *, arrange: Arrange | None = None) -> Rearranging:
+    """The running step is lost; reconfiguring takes what was measured, for a loss as for a join."""
+    return Rearranging(
+        arrange=arrange or by_table(known(facts, "oobleck")),
+        boundary_samples=facts.samples_per_step,
+        creation=facts.creation,
+        on_loss=facts.reconfigure,
+        on_join=facts.reconfigure,
+        from_nothing=facts.restart,
+        why="reconfiguring",
+    )
+
+
+def holdfast(facts: Facts, *, recovery: float, arrange: Arrange) -> Rearranging:
+    """The running step is lost; ``recovery`` seconds as measured, and what ``arrange`` says that moving takes."""
+    return Rearranging(
+        arrange=arrange,
+        boundary_samples=facts.samples_per_step,
+        creation=facts.creation,
+        on_loss=recovery,
+        on_join=recovery,
+        from_nothing=facts.restart,
+        why="recovering",
+    )
+
+
+def varuna(facts: Facts) -> Rearranging:
+    """A checkpoint every so many steps; a loss kills everything and goes back to the last one.
+
+    The measured restart includes a checkpoint's time, which the published simulation takes off; so do we.
+    """
+    pause = max(facts.restart - facts.checkpoint, 0.0)
+    return Rearranging(
+        arrange=by_table(known(facts, "varuna")),
+        boundary_samples=facts.checkpoint_every * facts.samples_per_step,
+        boundary_seconds=facts.checkpoint,
+        creation=facts.creation,
+        on_loss=pause,
+        on_join=pause,
+        from_nothing=pause,
+        why="restarting",
+    )
+
+
+def restart(facts: Facts, trace: Trace) -> Rearranging:
+    """What most people run: as Varuna, but with the whole restart, and saving as often as Young and Daly advise.
+
+    They are told how often this trace loses nodes, which nobody knows in advance.
+    """
+    speeds = known(facts, "varuna")
+    step = facts.samples_per_step / max(speeds.by_nodes.values())
+    interval = choose(step_seconds=step, lost_seconds=facts.checkpoint, between_failures=trace.between_losses)
+    return Rearranging(
+        arrange=by_table(speeds),
+        boundary_samples=interval.steps * facts.samples_per_step,
+        boundary_seconds=facts.checkpoint,
+        creation=facts.creation,
+        on_loss=facts.restart,
+        on_join=facts.restart,
+        from_nothing=facts.restart,
+        why="restarting",
+    )
+
+
+def ideal(facts: Facts) -> Rearranging:
+    """The fastest that any system makes of the nodes at any moment; changes cost nothing."""
+    return Rearranging(arrange=by_table(facts.best()), boundary_samples=0.0)

@@ -1,0 +1,141 @@
+"""ReCycle: a lost node's micro-batches go to the others of its stage, into their bubbles as far as those reach."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from holdfast.simulate.course import Layout, Moment, Reaction
+from holdfast.simulate.tables import Speeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Pipelines of equal depth; how many nodes each stage has lost, and how many nodes wait beside.
+
+    >>> Grid(pipelines=3, lost=(0, 0), waiting=1).nodes
+    7
+    """
+
+    pipelines: int
+    lost: tuple[int, ...]  # by stage
+    waiting: int
+
+    @property
+    def running(self) -> int:
+        return self.pipelines * len(self.lost) - sum(self.lost)
+
+    @property
+    def nodes(self) -> int:
+        return self.running + self.waiting
+
+    @property
+    def is_broken(self) -> bool:
+        """A stage is gone, with its layers."""
+        return self.pipelines <= max(self.lost)
+
+    def without(self, draw: float) -> Grid:
+        """After the loss of the node at this share of all nodes.
+
+        >>> grid = Grid(pipelines=2, lost=(0, 0), waiting=1)
+        >>> grid.without(0.0).lost, grid.without(0.5).lost, grid.without(0.9).waiting
+        ((1, 0), (0, 1), 0)
+        """
+        number = int(draw * self.nodes)
+        for stage, lost in enumerate(self.lost):
+            number -= self.pipelines - lost
+            if number < 0:
+                return replace(self, lost=_plus(self.lost, stage, 1))
+        return replace(self, waiting=self.waiting - 1)
+
+    def levelled(self) -> Grid:
+        """Waiting nodes take the places of lost ones, and the losses that remain are spread over the stages.
+
+        >>> Grid(pipelines=5, lost=(3, 0, 1), waiting=1).levelled()
+        Grid(pipelines=5, lost=(1, 1, 1), waiting=0)
+        """
+        filled = min(self.waiting, sum(self.lost))
+        each, more = divmod(sum(self.lost) - filled, len(self.lost))
+        lost = tuple(each + (stage < more) for stage in range(len(self.lost)))
+        return replace(self, lost=lost, waiting=self.waiting - filled)
+
+    def slowdown(self, micro_batches: int) -> float:
+        """A step's time, in times of a step while all are there.
+
+        All is counted in the time of a stage for one micro-batch. A step while all are there has M of them in each
+        pipeline, and S - 1 to fill and empty it. A stage that has lost f of D nodes has M·D/(D - f), in whole ones.
+
+        >>> Grid(pipelines=5, lost=(0,) * 6, waiting=0).slowdown(120)
+        1.0
+        >>> round(Grid(pipelines=5, lost=(1, 1, 1, 0, 0, 0), waiting=0).slowdown(120), 3)
+        1.207
+        """
+        around = len(self.lost) - 1
+        most = math.ceil(micro_batches / (self.pipelines - max(self.lost)))
+        return (most + around) / (math.ceil(micro_batches / self.pipelines) + around)
+
+
+def _plus(lost: tuple[int, ...], stage: int, by: int) -> tuple[int, ...]:
+    return (*lost[:stage], lost[stage] + by, *lost[stage + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReCycle:
+    """Rules: the grid of the start is kept; a loss loses the running step and costs ``on_loss`` seconds.
+
+    Waiting nodes and those that join fill the holes; nodes change stages so that none has lost much more than
+    another (ReCycle's failure normalization). A stage that is lost whole at once, or enough nodes for one
+    pipeline more, make a new grid, with a restart.
+    """
+
+    speeds: Speeds
+    boundary_samples: float
+    on_loss: float
+    restart: float
+    stages: int
+    micro_batches: int  # of a step, in all pipelines
+    creation: float = 0.0
+    boundary_seconds: float = 0.0
+
+    def begin(self, moment: Moment) -> Layout:
+        return self._layout(self._fresh(len(moment.live)))
+
+    def lose(self, layout: Layout, moment: Moment) -> Reaction:
+        grid: Grid = layout.memory
+        for draw in moment.draws:
+            grid = grid.without(draw)
+        is_broken = grid.is_broken
+        then = self._layout(self._fresh(len(moment.live)) if is_broken else grid.levelled())
+        if not then.samples_per_s:
+            return Reaction(then=then)
+        if is_broken or not layout.samples_per_s:
+            return Reaction(then=then, pause=self.restart, why="restarting")
+        return Reaction(then=then, pause=self.on_loss, why="rerouting")
+
+    def join(self, layout: Layout, moment: Moment) -> Reaction:
+        grid: Grid = layout.memory
+        more = replace(grid, waiting=grid.waiting + len(moment.live) - grid.nodes)
+        meanwhile = replace(layout, memory=more)
+        fresh = self._fresh(len(moment.live))
+        if fresh.pipelines > grid.pipelines:
+            then = self._layout(fresh)
+            pause = self.restart if moment.started else 0.0
+            return Reaction(then=then, pause=pause, at_boundary=True, meanwhile=meanwhile, why="restarting")
+        levelled = more.levelled()
+        return Reaction(
+            then=self._layout(levelled) if levelled.lost != grid.lost else None,
+            pause=self.on_loss,
+            at_boundary=True,
+            meanwhile=meanwhile,
+            why="rerouting",
+        )
+
+    def _fresh(self, nodes: int) -> Grid:
+        pipelines = min(nodes, self.speeds.most) // self.stages
+        return Grid(pipelines=pipelines, lost=(0,) * self.stages, waiting=nodes - pipelines * self.stages)
+
+    def _layout(self, grid: Grid) -> Layout:
+        full = 0.0 if grid.is_broken else self.speeds.at(grid.pipelines * self.stages)[0]
+        if not full or grid.running < self.speeds.fewest:  # as for everybody: nobody knows
+            return Layout(samples_per_s=0.0, used=0, memory=grid)
+        return Layout(samples_per_s=full / grid.slowdown(self.micro_batches), used=grid.running, memory=grid)

@@ -1,0 +1,217 @@
+"""What is known of a model on each system: throughput by nodes, and how long things take.
+
+A tables file holds what somebody has measured, for several models; ``planned.py`` makes the same from a
+profile and assumptions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import UsageError
+
+MEASURED = ("oobleck", "bamboo", "varuna")
+# Parameters of the models in Oobleck's tables, as their names and papers give them: for the size of the state only.
+PARAMETERS = {
+    "BERT-large": 340e6,
+    "GPT-2": 345e6,
+    "GPT-3-medium": 350e6,
+    "GPT-3-2.7b": 2.7e9,
+    "GPT-3-6.7b": 6.7e9,
+}
+STATE_BYTES = 12  # per parameter: the weight and both of Adam's moments in single precision
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Samples per second by the number of nodes, as far as it is known.
+
+    More nodes than were ever measured: those beyond wait. Fewer: nobody knows, so nothing is trained.
+
+    >>> speeds = Speeds({2: 10.0, 4: 19.0})
+    >>> speeds.at(5), speeds.at(3), speeds.at(1)
+    ((19.0, 4), (10.0, 2), (0.0, 0))
+    """
+
+    by_nodes: Mapping[int, float]
+
+    def at(self, nodes: int) -> tuple[float, int]:
+        """Samples per second with so many nodes, and how many of them train."""
+        known = max((count for count in self.by_nodes if count <= nodes), default=None)
+        if known is None or not self.by_nodes[known]:
+            return 0.0, 0
+        return self.by_nodes[known], known
+
+    @property
+    def fewest(self) -> int:
+        """The fewest nodes that train at all."""
+        return min((count for count, speed in self.by_nodes.items() if speed), default=0)
+
+    @property
+    def most(self) -> int:
+        return max(self.by_nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One model: what the systems' rules are fed with. Times in seconds."""
+
+    model: str
+    samples_per_step: float
+    speeds: Mapping[str, Speeds | None]  # of oobleck, bamboo, varuna and recycle; None: out of memory
+    reconfigure: float  # Oobleck's
+    local_rendezvous: float  # Bamboo's
+    global_rendezvous: float
+    effective_fraction: float | None  # of Bamboo's work: the rest is redundant
+    checkpoint_every: int  # steps, Varuna's
+    checkpoint: float  # one save
+    restart: float
+    creation: float  # until an added node is up
+    state_bytes: float  # of the whole model, with the optimizer's; nan: not known
+    depth: int = 12  # of Bamboo's pipelines: the published simulation's, though the tables step at multiples of 6
+    stages: int = 6  # of a pipeline, for holdfast's moved bytes and ReCycle's grid: assumed
+    micro_batches: int = 120  # of a step, for ReCycle: assumed, 4 for each of 30 nodes
+
+    def best(self) -> Speeds:
+        """The most that any of the systems makes of so many nodes or fewer.
+
+        >>> from holdfast.simulate.tables import example
+        >>> example().best().by_nodes
+        {2: 8.0, 3: 8.0, 4: 20.0}
+        """
+        known = [speeds for speeds in self.speeds.values() if speeds is not None]
+        counts = sorted({count for speeds in known for count in speeds.by_nodes})
+        best: dict[int, float] = {}
+        for count in counts:
+            here = max(speeds.by_nodes.get(count, 0.0) for speeds in known)
+            best[count] = max([here, *best.values()])
+        return Speeds(best)
+
+
+def example() -> Facts:
+    """A small made-up model, for examples and tests.
+
+    >>> example().speeds["bamboo"] is None
+    True
+    """
+    return Facts(
+        model="example",
+        samples_per_step=100,
+        speeds={
+            "oobleck": Speeds({2: 8.0, 3: 6.0, 4: 20.0}),
+            "recycle": Speeds({2: 8.0, 4: 20.0}),
+            "varuna": Speeds({2: 7.0, 4: 18.0}),
+            "bamboo": None,
+        },
+        reconfigure=5.0,
+        local_rendezvous=20.0,
+        global_rendezvous=30.0,
+        effective_fraction=None,
+        checkpoint_every=10,
+        checkpoint=10.0,
+        restart=60.0,
+        creation=45.0,
+        state_bytes=12e9,
+        depth=2,
+        stages=2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """A tables file."""
+
+    source: str
+    models: Mapping[str, Facts]
+    published: Mapping[str, Mapping[str, Mapping[str, float]]]  # system, model, trace: average samples per second
+
+    def facts(self, model: str) -> Facts:
+        if model not in self.models:
+            raise UsageError(f"the tables have no model {model!r}", hint=f"they have {', '.join(self.models)}")
+        return self.models[model]
+
+
+def read_tables(path: Path) -> Tables:
+    """Reads and checks a tables file."""
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError as e:
+        raise UsageError(f"there is no tables file {path}") from e
+    except (OSError, ValueError) as e:
+        raise UsageError(f"the tables file {path} cannot be read: {e}") from e
+    try:
+        return parse_tables(document)
+    except KeyError as e:
+        raise UsageError(f"the tables file {path} has no {e.args[0]!r} where one belongs") from e
+    except (AttributeError, TypeError, ValueError) as e:
+        raise UsageError(f"the tables file {path} has not the shape of tables: {e}") from e
+
+
+def parse_tables(document: Any) -> Tables:
+    """The same of what was read; raises KeyError, TypeError or ValueError for what is not tables."""
+    by_system = document["samples_per_s_by_nodes"]
+    models = list(document["samples_per_step"])
+    if not models:
+        raise ValueError("there is no model in it")
+    speeds = {
+        model: {name: _speeds(by_system[name][model], f"{name}, {model}") for name in MEASURED} for model in models
+    }
+    table = document.get("table2_samples_per_s", {})
+    columns = table.get("columns", [])
+    published = {
+        name: {model: dict(zip(columns, row, strict=True)) for model, row in rows.items()}
+        for name, rows in table.items()
+        if name in MEASURED
+    }
+    return Tables(
+        source=str(document.get("source", "")),
+        models={model: _facts(document, model, speeds[model]) for model in models},
+        published=published,
+    )
+
+
+def _facts(document: Any, model: str, speeds: dict[str, Speeds | None]) -> Facts:
+    bamboo, varuna = document["bamboo"], document["varuna"]
+    every = varuna["checkpoint_every_steps"]
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"checkpoint_every_steps is {every!r}")
+    return Facts(
+        model=model,
+        samples_per_step=_positive(document["samples_per_step"][model], f"samples_per_step of {model}"),
+        speeds={**speeds, "recycle": speeds["oobleck"]},  # fault-free throughput: nobody measured ReCycle there
+        reconfigure=_time(document["oobleck"]["reconfigure_s"][model], "reconfigure_s"),
+        local_rendezvous=_time(bamboo["local_rendezvous_s"][model], "local_rendezvous_s"),
+        global_rendezvous=_time(bamboo["global_rendezvous_s"], "global_rendezvous_s"),
+        effective_fraction=bamboo.get("effective_fraction"),
+        checkpoint_every=every,
+        checkpoint=_time(varuna["checkpoint_s"][model], "checkpoint_s"),
+        restart=_time(varuna["restart_s"][model], "restart_s"),
+        creation=_time(document["instance_creation_s"], "instance_creation_s"),
+        state_bytes=STATE_BYTES * PARAMETERS.get(model, math.nan),
+    )
+
+
+def _speeds(row: Any, where: str) -> Speeds | None:
+    if row is None:
+        return None
+    by_nodes = {int(count): _time(speed, f"samples/s of {where}") for count, speed in row.items()}
+    if not by_nodes or min(by_nodes) < 1:
+        raise ValueError(f"{where}: no throughput, or one for {min(by_nodes, default=0)} nodes")
+    return Speeds(dict(sorted(by_nodes.items())))
+
+
+def _time(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{where} is {value!r}")
+    return float(value)
+
+
+def _positive(value: Any, where: str) -> float:
+    if not _time(value, where):
+        raise ValueError(f"{where} is zero")
+    return float(value)

@@ -1,0 +1,231 @@
+"""A trace: the nodes there are at first, who comes and goes when, and when it ends."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import random
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import UsageError
+
+FORMATS = "a line is 'milliseconds,add|remove,node' or 'date, time, count'"
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """At ``time`` (seconds) the ``lost`` nodes are gone, and the ``added`` ones are ordered."""
+
+    time: float
+    lost: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Who is there from ``start`` to ``end`` (seconds).
+
+    >>> trace = Trace(name="t", start=0, end=7200, nodes=("a", "b"), changes=(Change(time=3600, lost=("a",)),))
+    >>> trace.node_hours, trace.losses, trace.counts
+    (3.0, 1, (1, 2))
+    """
+
+    name: str
+    start: float
+    end: float
+    nodes: tuple[str, ...]  # at the start, up and running
+    changes: tuple[Change, ...]  # in the order of time
+    notes: tuple[str, ...] = ()  # what had to be decided to read it
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def losses(self) -> int:
+        return sum(len(change.lost) for change in self.changes if change.time < self.end)
+
+    @property
+    def between_losses(self) -> float | None:
+        """Seconds from one moment of loss to the next, on average; None if nothing is ever lost."""
+        moments = sum(1 for change in self.changes if change.lost and change.time < self.end)
+        return self.seconds / moments if moments else None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of nodes that occur, sorted."""
+        return tuple(sorted({count for _, _, count in self.spans()}))
+
+    @property
+    def node_hours(self) -> float:
+        return sum((end - start) * count for start, end, count in self.spans()) / 3600
+
+    def spans(self) -> Iterator[tuple[float, float, int]]:
+        """From when to when there are how many nodes."""
+        time, count = self.start, len(self.nodes)
+        for change in self.changes:
+            if min(change.time, self.end) > time:
+                yield time, min(change.time, self.end), count
+            time, count = change.time, count + len(change.added) - len(change.lost)
+        if self.end > time:
+            yield time, self.end, count
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads either format; what is wrong with a line is said with its number."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError as e:
+        raise UsageError(f"there is no trace {path}", hint="or make one up: --trace synthetic:nodes=30,mtbf=6h") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"the trace {path} cannot be read: {e}") from e
+    return parse_trace(text, name=path.name)
+
+
+def parse_trace(text: str, *, name: str) -> Trace:
+    """The same of a text.
+
+    >>> parse_trace("0,add,a\\n0,add,b\\n3600000,remove,a\\n", name="t").changes
+    (Change(time=3600.0, lost=('a',), added=()),)
+    >>> parse_trace("2021-12-11, 11:00:00, 3\\n2021-12-11, 12:00:00, 2\\n", name="t").counts
+    (3,)
+    >>> parse_trace("0,add,a\\n0,remove,b\\n", name="t")
+    Traceback (most recent call last):
+    holdfast.errors.UsageError: t, line 2: b is removed, but it is not there
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"the trace {name} is empty", hint=FORMATS)
+    rows = [(number, [field.strip() for field in line.split(",")]) for number, line in lines]
+    for number, row in rows:
+        if len(row) != 3:
+            raise UsageError(f"{name}, line {number}: {len(row)} fields instead of three", hint=FORMATS)
+    if _DATE.match(rows[0][1][0]):
+        return _from_counts(rows, name)
+    return _from_moves(rows, name)
+
+
+def grouped(
+    moves: Iterable[tuple[float, bool, str]], *, name: str, end: float | None = None, notes: tuple[str, ...] = ()
+) -> Trace:
+    """A trace of single moves (time, added or lost, node) in the order of time.
+
+    Who is added at the first moment is there from the start. A node that comes and goes in one and the same
+    moment was never there.
+
+    >>> grouped([(0, True, "a"), (0, True, "b"), (5, False, "a"), (9, True, "c")], name="t").nodes
+    ('a', 'b')
+    """
+    times: dict[float, tuple[list[str], list[str]]] = {}
+    for time, is_added, node in moves:
+        lost, added = times.setdefault(time, ([], []))
+        if is_added:
+            added.append(node)
+        elif node in added:
+            added.remove(node)
+        else:
+            lost.append(node)
+    start = min(times)
+    changes = [
+        Change(time=time, lost=tuple(lost), added=tuple(added))
+        for time, (lost, added) in times.items()
+        if time > start and (lost or added)
+    ]
+    last = max(times) if end is None else end
+    if last <= start:
+        raise UsageError(f"the trace {name} ends when it begins", hint="it takes a second moment, be it a last line")
+    return Trace(name=name, start=start, end=last, nodes=tuple(times[start][1]), changes=tuple(changes), notes=notes)
+
+
+# --- milliseconds, add or remove, node ------------------------------------------------------------
+
+
+def _from_moves(rows: list[tuple[int, list[str]]], name: str) -> Trace:
+    """Checks each line: a trace that removes nodes it never added is not what its author thinks it is."""
+    there: set[str] = set()
+    moves: list[tuple[float, bool, str]] = []
+    for number, (when, verb, node) in rows:
+        where = f"{name}, line {number}"
+        time = _milliseconds(when, where)
+        if moves and time < moves[-1][0]:
+            raise UsageError(f"{where}: time goes back, from {1000 * moves[-1][0]:.0f} to {when} ms")
+        if verb not in ("add", "remove"):
+            raise UsageError(f"{where}: {verb!r} is neither add nor remove", hint=FORMATS)
+        if not node:
+            raise UsageError(f"{where}: the node has no name")
+        if verb == "add" and node in there:
+            raise UsageError(f"{where}: {node} is added, but it is there already")
+        if verb == "remove" and node not in there:
+            raise UsageError(f"{where}: {node} is removed, but it is not there")
+        (there.add if verb == "add" else there.remove)(node)
+        moves.append((time, verb == "add", node))
+    return grouped(moves, name=name)
+
+
+def _milliseconds(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as e:
+        raise UsageError(f"{where}: {text!r} is not a time in milliseconds", hint=FORMATS) from e
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{where}: the time {text} ms is negative or not finite")
+    return value / 1000
+
+
+# --- date, time, count ----------------------------------------------------------------------------
+
+
+def _from_counts(rows: list[tuple[int, list[str]]], name: str) -> Trace:
+    """A count holds until the next line's time.
+
+    Probes that overlap write lines whose time goes back. What was written later was known later: it
+    replaces everything written before for its own time and after. (Sorting instead would make the count
+    jump between old and new readings.) Which node is lost is not told: it is drawn, always in the same way.
+    """
+    readings: list[tuple[datetime.datetime, int]] = []
+    replaced = 0
+    for number, (day, clock, counted) in rows:
+        reading = _reading(day, clock, counted, f"{name}, line {number}")
+        while readings and readings[-1][0] >= reading[0]:
+            readings.pop()
+            replaced += 1
+        readings.append(reading)
+    notes = (
+        f"{replaced} of {len(rows)} lines were replaced by later lines for the same or an earlier time"
+        if replaced
+        else "",
+        "which nodes are lost is not told: they are drawn",
+    )
+    first, last = readings[0][0], readings[-1][0]
+    moves = list(_moves([((moment - first).total_seconds(), count) for moment, count in readings]))
+    if not moves:
+        raise UsageError(f"the trace {name} never has a node")
+    end = (last - first).total_seconds()
+    return grouped(moves, name=name, end=end, notes=tuple(note for note in notes if note))
+
+
+def _moves(readings: list[tuple[float, int]]) -> Iterator[tuple[float, bool, str]]:
+    there: list[str] = []
+    made = 0
+    rng = random.Random(0)
+    for time, count in readings:
+        while len(there) < count:
+            made += 1
+            there.append(f"node{made}")
+            yield time, True, there[-1]
+        while len(there) > count:
+            yield time, False, there.pop(rng.randrange(len(there)))
+
+
+def _reading(day: str, clock: str, counted: str, where: str) -> tuple[datetime.datetime, int]:
+    try:
+        moment = datetime.datetime.strptime(f"{day} {clock}", "%Y-%m-%d %H:%M:%S")
+    except ValueError as e:
+        raise UsageError(f"{where}: '{day}, {clock}' is not a date and a time", hint=FORMATS) from e
+    if not counted.isdecimal():
+        raise UsageError(f"{where}: {counted!r} is not a count of nodes", hint=FORMATS)
+    return moment, int(counted)

@@ -1,0 +1,51 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+
+def size_text(size: float) -> str:
+    """Bytes to read.
+
+    >>> size_text(12), size_text(1_240_000_000)
+    ('12 B', '1.24 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration to read.
+
+    >>> seconds_text(0.00042), seconds_text(0.0123), seconds_text(12.345)
+    ('0.42 ms', '12.3 ms', '12.3 s')
+    """
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def count(number: int, noun: str) -> str:
+    """A number and what it counts.
+
+    >>> count(1, "node"), count(1200, "micro-batch"), count(2, "copy")
+    ('1 node', '1,200 micro-batches', '2 copies')
+    """
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("h") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else many}"
+
+
+def ranges_text(numbers: Iterable[int], last: str = ", ") -> str:
+    """Numbers, three or more that follow each other drawn together.
+
+    >>> ranges_text([0, 1, 2, 3, 7, 8])
+    '0-3, 7, 8'
+    """
+    parts: list[str] = []
+    for _, pairs in groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return last.join(filter(None, [", ".join(parts[:-1]), parts[-1]])) if parts else ""

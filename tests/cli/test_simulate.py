@@ -1,0 +1,162 @@
+"""``holdfast simulate`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+
+from holdfast.cli.simulate import simulate
+from holdfast.errors import HoldfastError
+from holdfast.simulate.outcome import SYSTEMS
+from tests.simulate.given import TABLES, TRACES, needs_tables
+from tests.simulate.test_tables import SMALL
+
+TRACE = "\n".join([*(f"0,add,n{number}" for number in range(3)), "3600000,remove,n1", "7200000,remove,n2"])
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture
+def holdfast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(simulate)
+
+    def run(*arguments: object, recovery: str = "36") -> Said:
+        words = [*map(str, arguments), *(["--recovery-ms", recovery] if recovery else [])]
+        monkeypatch.setattr(sys, "argv", ["holdfast simulate", *words])
+        code = 0
+        try:
+            app()
+        except SystemExit as e:
+            code = int(e.code or 0)
+        except HoldfastError as e:
+            print(e, file=sys.stderr)
+            code = e.exit_code
+        return Said(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    (tmp_path / "tables.json").write_text(json.dumps(SMALL))
+    (tmp_path / "trace.csv").write_text(TRACE)
+    return ["--trace", f"{tmp_path}/trace.csv", "--model", "m", "--tables", f"{tmp_path}/tables.json"]
+
+
+def test_the_table(holdfast, small: list[str]) -> None:
+    said = holdfast(*small)
+    assert said.code == 0
+    assert "m along trace.csv: 2 to 3 nodes, 2 hours, 1 node lost" in said.out
+    rows = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    assert all(system in rows for system in SYSTEMS)
+    assert "out of memory" in rows["bamboo"]
+    assert "36 ms beyond the step that is done again, as given by --recovery-ms" in said.out
+    assert "the model's size is not known" in said.out
+
+
+def test_json(holdfast, small: list[str]) -> None:
+    said = holdfast(*small, "--json", "--systems", "oobleck,bamboo", "--parameters", "1e9")
+    assert set(said.json["systems"]) == {"oobleck", "bamboo"}
+    assert len(said.out.splitlines()) == 1
+    assert "oobleck" in said.err
+    oobleck = said.json["systems"]["oobleck"]
+    assert 7.2 < oobleck["samples_per_s"] < 7.25  # an hour of 9.5, and one of 5
+    assert sum(oobleck["gpu_hours"].values()) == pytest.approx(said.json["trace"]["gpu_hours"]) == 5
+    assert sum(oobleck["over_time"]) / 100 == pytest.approx(oobleck["samples_per_s"])
+    assert oobleck["of_ideal"] == pytest.approx(oobleck["samples_per_s"] / said.json["ideal_samples_per_s"])
+    assert said.json["systems"]["bamboo"]["samples_per_s"] is None
+    assert said.json["systems"]["bamboo"]["note"] == "out of memory"
+
+
+def test_recovery_is_said_and_counts(holdfast, small: list[str]) -> None:
+    quick, slow = (
+        holdfast(*small, "--json", "--systems", "holdfast", recovery=ms).json["systems"]["holdfast"]
+        for ms in ("36", "60000")
+    )
+    assert "60000 ms" in slow["source"]
+    assert quick["samples_per_s"] > slow["samples_per_s"]
+
+
+def test_the_link_counts(holdfast, small: list[str]) -> None:
+    averages = [
+        holdfast(*small, "--json", "--systems", "holdfast", "--parameters", "1e9", "--gbit", gbit).json["systems"]
+        for gbit in ("100", "1")
+    ]
+    assert averages[0]["holdfast"]["samples_per_s"] > averages[1]["holdfast"]["samples_per_s"]
+    assert (
+        "16 s to send a node one of 6 stages of 12 GB (12 bytes per parameter) at 1 Gbit/s"
+        in (averages[1]["holdfast"]["source"])
+    )
+
+
+def test_a_made_up_model_and_trace(holdfast) -> None:
+    asked = ["--trace", "synthetic:nodes=8,mtbf=1d,joins=30m,hours=12", "--model", "uniform:12", "--memory", "2"]
+    said, again = (holdfast(*asked, "--json") for _ in range(2))
+    assert said == again
+    assert set(said.json["systems"]) == set(SYSTEMS)
+    assert 0.9 < said.json["systems"]["holdfast"]["of_ideal"] <= 1
+    assert "8 micro-batches" not in said.err
+    assert "32 micro-batches" in said.err
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_plot(holdfast, small: list[str], tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"plot.{ending}"
+    assert f"plot: {path}" in holdfast(*small, "--plot", path).out
+    assert path.stat().st_size > 5000
+    if ending == "svg":
+        assert "time (hours)" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"--model": "x"}, "the tables have no model 'x' (they have m)"),
+        ({"--systems": "oobleck,obleck"}, "there is no system 'obleck' (there are holdfast, oobleck,"),
+        ({"--systems": ","}, "no system is named"),
+        ({"--trace": "nowhere.csv"}, "there is no trace nowhere.csv"),
+        ({"--trace": "synthetic:nodes=1,hours=1"}, "has at most 1 node, and m was measured with 2 to 3"),
+        ({"--trace": "synthetic:nodes=3,mtbf=6"}, "mtbf=6 is not a duration"),
+        ({"--gbit": "0"}, "a link of 0 Gbit/s moves nothing"),
+        ({"--plot": "plot.jpg"}, "plot.jpg is neither a .png nor a .svg"),
+        ({"--plot": "no/such/folder/plot.png"}, "there is no folder"),
+        ({"--tolerate": "1"}, "--tolerate is for a profile"),
+        ({"--devices-per-node": "8"}, "--devices-per-node is for a profile"),
+        ({"--tables": "nowhere.json"}, "there is no tables file nowhere.json"),
+    ],
+)
+def test_bad_input_gets_a_sentence(holdfast, small: list[str], changed: dict[str, str], said: str) -> None:
+    options = {**dict(zip(small[::2], small[1::2], strict=True)), **changed}
+    heard = holdfast(*(word for pair in options.items() for word in pair))
+    assert heard.code == 2
+    assert said in heard.err
+    assert len(heard.err.splitlines()) == 1
+
+
+def test_parameters_are_for_tables(holdfast) -> None:
+    asked = ["--trace", "synthetic:nodes=4,hours=1", "--model", "uniform:4", "--parameters", "1e9"]
+    assert "--parameters is for tables" in holdfast(*asked).err
+
+
+@needs_tables
+def test_the_papers_headline(holdfast) -> None:
+    """One failure in ten minutes, the largest model: far ahead of Varuna; Bamboo does not fit."""
+    asked = ["--trace", TRACES / "10m.csv", "--model", "GPT-3-6.7b", "--tables", TABLES, "--json"]
+    systems = holdfast(*asked).json["systems"]
+    assert systems["oobleck"]["samples_per_s"] > 13.9 * systems["varuna"]["samples_per_s"]
+    assert systems["bamboo"]["samples_per_s"] is None
+    assert systems["holdfast"]["samples_per_s"] == pytest.approx(systems["oobleck"]["samples_per_s"], rel=0.01)

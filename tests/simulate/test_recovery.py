@@ -1,0 +1,55 @@
+"""Where holdfast's own recovery time is from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.simulate import recovery
+
+
+def written(path: Path, median: float) -> None:
+    row = {"beyond_redone_step_ms": {"median": median, "low": median - 1, "high": median + 1}}
+    path.write_text(json.dumps({"results": {"holdfast-exact": row}}))
+
+
+def nothing(text: str) -> None:
+    raise AssertionError(text)
+
+
+def test_the_bench_comes_first(tmp_path: Path) -> None:
+    written(tmp_path / "recovery.json", 36.2)
+    written(tmp_path / "simulate-recovery.json", 50.0)
+    found = recovery.measured(nothing, bench=tmp_path)
+    assert found.seconds == pytest.approx(0.0362)
+    assert "36 ms (35 to 37)" in found.source
+    assert "by holdfast bench recovery on 2" in found.source
+
+
+def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(0.130, 0.1), (0.120, 0.1), (0.150, 0.1)])
+    monkeypatch.setattr("holdfast.bench.recovery.kill_one", lambda name, shape, number: next(times))
+    said: list[str] = []
+    first = recovery.measured(said.append, bench=tmp_path / "bench")
+    assert first.seconds == pytest.approx(0.03)
+    assert len(said) == 4
+    assert recovery.measured(nothing, bench=tmp_path / "bench") == first
+
+
+def test_another_benchs_file_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recovery.json").write_text("[]")
+
+    def fails(name: str, shape: object, number: int) -> tuple[float, float]:
+        raise HoldfastError("no step for 120 s after the kill")
+
+    monkeypatch.setattr("holdfast.bench.recovery.kill_one", fails)
+    with pytest.raises(HoldfastError, match="--recovery-ms"):
+        recovery.measured(lambda text: None, bench=tmp_path)
+
+
+def test_noise_is_not_negative_time(tmp_path: Path) -> None:
+    written(tmp_path / "recovery.json", -3.0)
+    assert recovery.measured(nothing, bench=tmp_path).seconds == 0

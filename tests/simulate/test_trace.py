@@ -1,0 +1,101 @@
+"""Traces are read as they were written, and what is wrong with them is said with the line."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import UsageError
+from holdfast.simulate.trace import Trace, parse_trace
+from tests.simulate.given import needs_tables, trace, traces
+
+
+def written(trace: Trace) -> str:
+    """In the format with names; losses before additions, as a trace means them."""
+    lines = [f"{1000 * trace.start!r},add,{node}" for node in trace.nodes]
+    for change in trace.changes:
+        lines += [f"{1000 * change.time!r},remove,{node}" for node in change.lost]
+        lines += [f"{1000 * change.time!r},add,{node}" for node in change.added]
+    return "\n".join(lines)
+
+
+@given(traces().filter(lambda trace: trace.changes and trace.nodes))
+def test_what_is_written_is_read(made: Trace) -> None:
+    read = parse_trace(written(made), name=made.name)
+    assert read.nodes == made.nodes
+    assert [(c.lost, c.added) for c in read.changes] == [(c.lost, c.added) for c in made.changes]
+    times = zip([c.time for c in read.changes], [c.time for c in made.changes], strict=True)
+    assert all(math.isclose(mine, theirs) for mine, theirs in times)
+
+
+@given(traces())
+def test_node_hours_are_those_of_each_node(made: Trace) -> None:
+    """Counted node by node instead of span by span."""
+    since = dict.fromkeys(made.nodes, made.start)
+    total = 0.0
+    for change in made.changes:
+        for node in change.lost:
+            total += change.time - since.pop(node)
+        since |= dict.fromkeys(change.added, change.time)
+    total += sum(made.end - time for time in since.values())
+    assert math.isclose(made.node_hours, total / 3600, abs_tol=1e-9)
+
+
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=30).filter(lambda counts: counts[0] > 0))
+def test_counts_are_followed(counts: list[int]) -> None:
+    text = "\n".join(f"2021-12-10, {minute // 60:02}:{minute % 60:02}:00, {n}" for minute, n in enumerate(counts))
+    made = parse_trace(text, name="t")
+    by_minute = [next(n for start, end, n in made.spans() if start <= 60 * m < end) for m in range(len(counts) - 1)]
+    assert by_minute == counts[:-1]
+    assert made.end == 60 * (len(counts) - 1)
+
+
+def test_later_lines_replace_what_was_said_before_for_their_time() -> None:
+    lines = ["13:07:45, 80", "13:08:45, 80", "13:09:45, 80", "13:08:45, 70", "13:10:45, 70"]
+    made = parse_trace("\n".join(f"2021-12-10, {line}" for line in lines), name="t")
+    assert list(made.spans()) == [(0.0, 60.0, 80), (60.0, 180.0, 70)]
+    assert "2 of 5 lines were replaced" in made.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the trace t is empty"),
+        ("\n  \n", "the trace t is empty"),
+        ("0,add,a\n5,kill,a", "t, line 2: 'kill' is neither add nor remove"),
+        ("0,add,a\n\n5,remove,b", "t, line 3: b is removed, but it is not there"),
+        ("0,add,a\n0,add,a", "t, line 2: a is added, but it is there already"),
+        ("-5,add,a", "t, line 1: the time -5 ms is negative"),
+        ("nan,add,a", "t, line 1: the time nan ms is negative or not finite"),
+        ("soon,add,a", "t, line 1: 'soon' is not a time in milliseconds"),
+        ("5,add,a\n3,remove,a", "t, line 2: time goes back, from 5 to 3 ms"),
+        ("0,add", "t, line 1: 2 fields instead of three"),
+        ("0,add,", "t, line 1: the node has no name"),
+        ("0,add,a\n0,add,b", "the trace t ends when it begins"),
+        ("2021-12-10, 13:07:45, 80\n2021-12-10, 25:07:45, 80", "t, line 2: '2021-12-10, 25:07:45' is not a date"),
+        ("2021-12-10, 13:07:45, -3", "t, line 1: '-3' is not a count of nodes"),
+        ("2021-12-10, 13:07:45, 0\n2021-12-10, 14:07:45, 0", "the trace t never has a node"),
+    ],
+)
+def test_bad_lines_are_named(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_trace(text, name="t")
+    assert said in str(error.value)
+
+
+def test_who_comes_and_goes_at_once_was_never_there() -> None:
+    made = parse_trace("0,add,a\n5,add,b\n5,remove,b\n9,remove,a", name="t")
+    assert [change.time for change in made.changes] == [0.009]
+
+
+@needs_tables
+def test_the_traces_of_the_paper() -> None:
+    for name, hours in (("6h", 90), ("1h", 15), ("10m", 2.505)):
+        made = trace(f"{name}.csv")
+        assert (len(made.nodes), made.losses, made.end) == (30, 14, 3600 * hours)  # the last loss is the end
+    assert trace("gcloud-v100x1-east1c.txt").counts[-1] == 80
+    for name in ("p3-trace", "g4dn-trace", "scale_p3-trace", "scale_gcp-trace"):
+        assert trace(f"{name}.csv").losses > 50
