@@ -2,8 +2,8 @@
 
 With n0 the fewest nodes that hold a pipeline, the sizes are n0, n0 + 1, … up to what is left of N nodes
 when f pipelines of n0 stand beside. Any number of nodes from (f+1)·n0 to N is then a sum of at least f+1
-sizes: begin with f+1 pipelines of n0 and put the nodes that are left over into the last one, or, when that
-holds 2·n0 or more, split it. So whatever f nodes are lost, there is a plan that uses all the others.
+sizes: f pipelines of n0, and one of all others. So whatever f nodes are lost, there is a plan that uses all
+that are left, as long as they are (f+1)·n0.
 """
 
 from __future__ import annotations
