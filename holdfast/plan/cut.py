@@ -27,6 +27,7 @@ from holdfast.plan.timeline import StageTimes, Vector, last_ends
 
 EFFORT = 6_000  # vector operations spent on a template's cuts; enough to finish every model of up to 10 layers
 EXPANSION = 6  # of these, to look one stage further
+SWEEPS = 3  # over all boundaries, when the effort is used up
 TINY = 1e-12  # rounding: not a difference
 
 
@@ -264,19 +265,22 @@ def best_cut(bounds: Bounds, *, effort: int = EFFORT, rival: float = np.inf) -> 
 
 
 def _polished(bounds: Bounds, best: Cut) -> Cut:
-    """The cut after moving single boundaries as long as that helps: for a search that could not finish."""
-    moved = True
-    while moved:
-        moved = False
+    """The cut after moving single boundaries as long as that helps: for a search that could not finish.
+
+    Moves are judged by their bound, which is cheap and all but exact; the outcome is timed.
+    """
+    cut, least = best.bounds, _closer_bound(bounds, best.bounds)
+    for _ in range(SWEEPS):
+        before = cut
         for place, step in itertools.product(range(1, bounds.chain.stages), (-1, 1)):
-            cut = (*best.bounds[:place], best.bounds[place] + step, *best.bounds[place + 1 :])
-            if not cut[place - 1] < cut[place] < cut[place + 1] or not bounds.holds(cut):
-                continue
-            if _closer_bound(bounds, cut) < best.seconds * (1 - TINY):
-                trial = _timed(bounds, cut)
-                if trial.seconds < best.seconds * (1 - TINY):
-                    best, moved = trial, True
-    return best
+            moved = (*cut[:place], cut[place] + step, *cut[place + 1 :])
+            if moved[place - 1] < moved[place] < moved[place + 1] and bounds.holds(moved):
+                bound = _closer_bound(bounds, moved)
+                if bound < least * (1 - TINY):
+                    cut, least = moved, bound
+        if cut == before:
+            break
+    return min(best, _timed(bounds, cut), key=lambda cut: cut.seconds)
 
 
 def _children(bounds: Bounds, chosen: _Open, *, below: float) -> list[_Open]:

@@ -109,15 +109,20 @@ def last_ends(forward: Vector, backward: Vector, micro_batches: Vector) -> Vecto
     stages = len(forward)
     behind = np.arange(stages, 0, -1)  # stages from here to the end: the micro-batches under way
     count = micro_batches[:, None]
+    fewest, most = int(micro_batches.min()), int(micro_batches.max())
     reached = np.cumsum(forward)
     entered = reached - forward
     free = np.zeros((len(micro_batches), stages))
     answered = np.zeros((len(micro_batches), stages + 1))
-    for number in range(int(micro_batches.max()) + stages):
-        turn = number - behind
+    for number in range(most + stages):
         done = np.maximum(free, answered[:, 1:]) + backward
-        free = np.where((turn >= 0) & (turn < count), done, free)
+        if stages <= number <= fewest:  # every stage has a backward to do
+            free = done
+        else:
+            turn = number - behind
+            free = np.where((turn >= 0) & (turn < count), done, free)
         answered[:, :stages] = free
-        if number < count.max():
-            free = np.where(number < count, np.maximum.accumulate(free - entered, axis=1) + reached, free)
+        if number < most:
+            passed = np.maximum.accumulate(free - entered, axis=1) + reached
+            free = passed if number < fewest else np.where(number < count, passed, free)
     return free

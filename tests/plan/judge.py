@@ -159,16 +159,16 @@ def all_choices(profile: Profile, nodes: int, devices: int) -> list[Choice]:
 # --- several pipelines ---------------------------------------------------------------------------------------------
 
 
-def all_splits(total: int, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to give each pipeline at least one micro-batch, ``total`` in all; ``units`` only counts them."""
-    for cuts in itertools.combinations(range(1, total), len(units) - 1):
+def all_splits(total: int, pipelines: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give each pipeline at least one micro-batch, ``total`` in all."""
+    for cuts in itertools.combinations(range(1, total), pipelines - 1):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
 
 
 def best_split(total: int, seconds: Sequence[Callable[[int], float]]) -> float:
     """The least time of the slowest pipeline over all splits; infinite if there is none."""
     return min(
-        (max(time(n) for time, n in zip(seconds, split, strict=True)) for split in all_splits(total, seconds)),
+        (max(time(n) for time, n in zip(seconds, split, strict=True)) for split in all_splits(total, len(seconds))),
         default=math.inf,
     )
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.plan import cut
+from holdfast.plan import template as template_module
 from holdfast.plan.profile import Profile, uniform
 from holdfast.plan.template import Template, make_templates
 from holdfast.plan.timeline import makespan, simulate
@@ -149,22 +149,31 @@ def test_capacity_is_the_inverse_of_seconds(family: str, seed: int, nodes: int, 
         assert template.capacity(template.seconds(1) * 0.99) == 0
 
 
+def cut_short(profile: Profile, nodes: int, devices: int, effort: int) -> Template:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_module, "EFFORT", effort)
+        return make_templates(profile, nodes=nodes, tolerate=0, devices=devices, minimum=nodes).by_nodes[nodes]
+
+
 @given(families, seeds, st.integers(6, 10), st.integers(2, 5), st.sampled_from([1, 2, 4]), st.integers(0, 20))
 @example("cnn", 491608, 10, 4, 2, 0)  # the best has another number of lanes than the one whose gap was given
 @example("cnn", 397388, 9, 4, 4, 20)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 def test_a_search_that_is_cut_short_says_how_far_off_it_may_be(
     family: str, seed: int, layers: int, nodes: int, devices: int, effort: int
 ) -> None:
     """Over all cuts and all numbers of lanes."""
     profile = made_up(family, seed, layers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "EFFORT", effort)
-        made = make_templates(profile, nodes=nodes, tolerate=0, devices=devices, minimum=nodes)
-    template = made.by_nodes[nodes]
+    template = cut_short(profile, nodes, devices, effort)
     least = min(choice.seconds for choice in judge.all_choices(profile, nodes, devices))
     count = judge.PER_DEVICE * len(template.stages)
     assert exact(template, count) <= least * (1 + template.gap) * (1 + 1e-9)
+    assert ("no cut is faster" in template.reason) == (template.gap == 0.0)
+
+
+def test_control_searches_are_cut_short() -> None:
+    gaps = [cut_short(made_up("cnn", seed, 10), 4, 2, 0).gap for seed in range(20)]
+    assert sum(gap > 0 for gap in gaps) > 5
 
 
 def test_large_models_have_a_small_gap() -> None:
