@@ -14,6 +14,7 @@ from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.simulate.outcome import Outcome, Setting
+    from holdfast.simulate.prepare import Prepared
     from holdfast.simulate.recovery import Recovery
 
 BINS = 100  # stretches of time in the JSON
@@ -52,12 +53,9 @@ def simulate(
     With --tables their throughput is what somebody measured; without, what our cost model says of your profile.
     """
     # Imported here, so that the other commands do not wait for numpy and rich.
-    from holdfast.plan.show import make_console
-    from holdfast.simulate.outcome import check_enough, check_systems, judge
+    from holdfast.simulate.outcome import check_enough, check_systems
     from holdfast.simulate.plot import check_path
-    from holdfast.simulate.plot import plot as draw
     from holdfast.simulate.prepare import by_planner, by_tables, the_trace
-    from holdfast.simulate.show import show
 
     names = check_systems(systems)
     if plot is not None:
@@ -71,18 +69,28 @@ def simulate(
     else:
         refuse({"parameters": parameters}, "is for tables: a profile knows its own size")
         prepared = by_planner(followed, model, recovery=recovery, gbit=gbit, **planned)  # type: ignore[arg-type]
+    check_enough(prepared.setting)
+    report(prepared, names, plot=plot, as_json=as_json)
+
+
+def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_json: bool) -> None:
+    """Judges the systems, and shows, draws and prints what came out."""
+    from holdfast.plan.show import make_console
+    from holdfast.simulate.outcome import judge
+    from holdfast.simulate.plot import plot as draw
+    from holdfast.simulate.show import show
+
     setting = prepared.setting
-    check_enough(setting)
     outcomes = [judge(name, setting) for name in names]
     ideal = judge("ideal", setting)
     best = ideal.samples_per_s
     sources = {name: text for name, text in prepared.sources.items() if name in names or not name}
     console = make_console(aside=as_json)
-    show(console, followed, setting.facts.model, outcomes, best=best)
-    for line in [*followed.notes, *in_words(sources)]:
+    show(console, setting.trace, setting.facts.model, outcomes, best=best)
+    for line in [*setting.trace.notes, *in_words(sources)]:
         console.print(f"· {line}", markup=False, soft_wrap=True)
     if plot is not None:
-        draw(plot, followed, setting.facts.model, outcomes, ideal)
+        draw(plot, setting.trace, setting.facts.model, outcomes, ideal)
         console.print(f"plot: {plot}", markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps(to_json(setting, outcomes, best, sources)))

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import UsageError
-from holdfast.plan.cut import EFFORT, Bounds, Chain, Costs, Cut, best_cut
+from holdfast.plan.costs import Chain, Costs
+from holdfast.plan.cut import EFFORT, Bounds, Cut, best_cut
 from holdfast.plan.profile import Profile
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
 from holdfast.words import count

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,34 +18,13 @@ from torch import nn
 from holdfast.checkpoint import open_checkpoint, save
 from holdfast.checkpoint.convert import convert
 from holdfast.checkpoint.listing import find
-from holdfast.cli.main import main
 from tests.checkpoint.child import become_nobody, in_child
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out.splitlines()[-1])
+from tests.cli.conftest import Call
 
 
 @pytest.fixture
-def holdfast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The command in this process: importing torch again for each would take two seconds."""
-
-    def run(*arguments: object, columns: int | None = None) -> Said:
-        monkeypatch.setattr(sys, "argv", ["holdfast", "ckpt", *map(str, arguments)])
-        if columns is not None:
-            monkeypatch.setenv("COLUMNS", str(columns))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return Said(int(end.value.code or 0), *capsys.readouterr())
-
-    return run
+def holdfast(call: Call) -> Call:
+    return partial(call, "ckpt")
 
 
 def tree(step: int, lr: float = 0.1) -> dict[str, Any]:

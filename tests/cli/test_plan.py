@@ -6,39 +6,21 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from holdfast.cli.main import main
 from holdfast.plan.profile import Profile, uniform
+from tests.cli.conftest import Call
 
 MADE_UP = ("--layers", 12, "--uniform")
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out.splitlines()[-1])
-
-
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["holdfast", "plan", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return Said(int(end.value.code or 0), *capsys.readouterr())
-
-    return run
+def plan(call: Call) -> Call:
+    return partial(call, "plan", columns=80)
 
 
 @pytest.fixture

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-import typer
 
-from holdfast.cli.simulate import simulate
-from holdfast.errors import HoldfastError
 from holdfast.simulate.outcome import SYSTEMS
+from tests.cli.conftest import Call, Said
 from tests.simulate.given import TABLES, TRACES, needs_tables
 from tests.simulate.test_tables import SMALL
 
 TRACE = "\n".join([*(f"0,add,n{number}" for number in range(3)), "3600000,remove,n1", "7200000,remove,n2"])
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out.splitlines()[-1])
-
-
 @pytest.fixture
-def holdfast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(simulate)
-
-    def run(*arguments: object, recovery: str = "36") -> Said:
-        words = [*map(str, arguments), *(["--recovery-ms", recovery] if recovery else [])]
-        monkeypatch.setattr(sys, "argv", ["holdfast simulate", *words])
-        code = 0
-        try:
-            app()
-        except SystemExit as e:
-            code = int(e.code or 0)
-        except HoldfastError as e:
-            print(e, file=sys.stderr)
-            code = e.exit_code
-        return Said(code, *capsys.readouterr())
+def holdfast(call: Call) -> Call:
+    def run(*words: object, recovery: str = "36") -> Said:
+        return call("simulate", *words, *(["--recovery-ms", recovery] if recovery else []))
 
     return run
 
