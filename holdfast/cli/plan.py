@@ -37,6 +37,9 @@ def plan(
         int | None, typer.Option(help="Micro-batches of a step, of all pipelines. Default: 4 per device.")
     ] = None,
     global_batch: Annotated[int | None, typer.Option(help="The same in samples.")] = None,
+    slack: Annotated[
+        float, typer.Option(min=0, max=100, help="Percent by which a step may be longer after a change, to move less.")
+    ] = 0.0,
     picture: Annotated[Path | None, typer.Option(help="Also draw the pipelines into this .png or .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
@@ -61,7 +64,7 @@ def plan(
     if isinstance(made, Shortage):
         raise UsageError(made.reason, hint=made.hint)
     with make_console(aside=True).status("every kind of loss ..."):
-        outlook = look_ahead(templates, made)
+        outlook = look_ahead(templates, made, slack=slack / 100)
     console = make_console(aside=as_json)
     show(console, templates, made, outlook)
     if picture is not None:

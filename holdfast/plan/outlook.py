@@ -80,16 +80,20 @@ class Outlook:
     join: Plan | Shortage  # one node more
 
 
-def look_ahead(templates: Templates, plan: Plan) -> Outlook:
-    """What happens after each kind of loss up to ``tolerate`` at once, then down to the minimum, and after a join."""
+def look_ahead(templates: Templates, plan: Plan, *, slack: float = 0.0) -> Outlook:
+    """What happens after each kind of loss up to ``tolerate`` at once, then down to the minimum, and after a join.
+
+    ``slack`` is that of ``make_plan``.
+    """
     nodes = names(plan)
     most = cases_looked_at(len(nodes))
-    losses = [after_losses(templates, plan, count, most=most) for count in range(1, plan.tolerate + 1)]
-    joined = make_plan(templates, [*nodes, "new"], micro_batches=plan.micro_batches, held=plan.held())
+    losses = [after_losses(templates, plan, count, most=most, slack=slack) for count in range(1, plan.tolerate + 1)]
+    joined = make_plan(templates, [*nodes, "new"], micro_batches=plan.micro_batches, held=plan.held(), slack=slack)
     return Outlook(
         losses=tuple(one for one in losses if one.cases),
         fewer=tuple(
-            _fewer(templates, plan, left, most=max(2, most // 6)) for left in sizes_down(templates, len(nodes))
+            _fewer(templates, plan, left, most=max(2, most // 6), slack=slack)
+            for left in sizes_down(templates, len(nodes))
         ),
         join=joined,
     )
@@ -118,15 +122,15 @@ def sizes_down(templates: Templates, nodes: int) -> list[int]:
     return sorted({highest - (highest - lowest) * step // max(steps, 1) for step in range(steps + 1)}, reverse=True)
 
 
-def _fewer(templates: Templates, plan: Plan, left: int, *, most: int) -> Fewer:
+def _fewer(templates: Templates, plan: Plan, left: int, *, most: int, slack: float) -> Fewer:
     before = make_plan(templates, names(plan)[: left + 1], micro_batches=plan.micro_batches)
     if isinstance(before, Shortage):
         return Fewer(nodes=left, after=before, complete=True)
-    losses = after_losses(templates, before, 1, most=most)
+    losses = after_losses(templates, before, 1, most=most, slack=slack)
     return Fewer(nodes=left, after=losses.worst.after, complete=losses.complete)
 
 
-def after_losses(templates: Templates, plan: Plan, count: int, *, most: int) -> Losses:
+def after_losses(templates: Templates, plan: Plan, count: int, *, most: int, slack: float = 0.0) -> Losses:
     """Each case of losing ``count`` nodes at once; if there are more than ``most``, the nastiest and some others."""
     groups = groups_of(plan)
     found = list(islice(_all_hits(groups, count), most + 1))
@@ -138,7 +142,7 @@ def after_losses(templates: Templates, plan: Plan, count: int, *, most: int) -> 
     for hits in found:
         lost = example(groups, hits)
         left = [node for node in nodes if node not in lost]
-        after = make_plan(templates, left, micro_batches=plan.micro_batches, held=held)
+        after = make_plan(templates, left, micro_batches=plan.micro_batches, held=held, slack=slack)
         cases.append(Case(hits=hits, alike=ways(groups, hits), lost=lost, after=after))
     return Losses(count=count, cases=tuple(sorted(cases, key=lambda c: c.badness, reverse=True)), complete=complete)
 

@@ -153,3 +153,14 @@ def test_a_spare_node_is_a_case_of_its_own() -> None:
     assert spare.alike == 2
     assert isinstance(spare.after, Plan)
     assert spare.after.moved_bytes == 0
+
+
+def test_with_slack_less_moves_and_steps_are_hardly_longer() -> None:
+    templates = make_templates(uniform(24), nodes=7, tolerate=1, minimum=2)
+    plan = make_plan(templates, [f"n{number}" for number in range(7)], micro_batches=28)
+    assert isinstance(plan, Plan)
+    strict, loose = (look_ahead(templates, plan, slack=slack).join for slack in (0.0, 0.2))
+    assert isinstance(strict, Plan)
+    assert isinstance(loose, Plan)
+    assert loose.moved_bytes < strict.moved_bytes
+    assert strict.seconds < loose.seconds <= 1.2 * strict.seconds
