@@ -105,7 +105,7 @@ def with_memory(profile: Profile, memory: float | None) -> Profile:
     if memory is None:
         return profile
     if not 0 < memory < 1e9:
-        raise UsageError(f"a device with {memory:g} GB cannot hold a layer", hint="--memory is in GB of one device")
+        raise UsageError(f"{memory:g} GB is no memory to plan with", hint="--memory is in GB of one device")
     return replace(profile, memory=int(memory * GB))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.plan.template import CLOSE, TINY, Template
+from holdfast.plan.template import CLOSE, PLENTY, TINY, Template
 from holdfast.plan.timeline import Vector
 
 Composition = dict[int, int]  # pipelines by size
@@ -71,9 +71,10 @@ class Menu:
         high = np.minimum(reached, self._count - 1)
         steps = np.maximum(self._numbers[row, high] - self._numbers[row, low], 1)
         rise = np.where(high > low, (self._times[row, high] - self._times[row, low]) / steps, self._slope)
-        more = np.floor((seconds - self._times[row, low]) / rise + 1e-7)
+        more = np.floor(np.minimum((seconds - self._times[row, low]) / rise + 1e-7, PLENTY))
         more -= self._times[row, low] + more * rise > seconds  # rounding may put the border on either side
-        return np.where(reached > 0, (self._numbers[row, low] + more) * self._lanes, NEVER).astype(np.int64)
+        longest = np.minimum(self._numbers[row, low] + more, PLENTY)
+        return np.where(reached > 0, longest * self._lanes, NEVER).astype(np.int64)
 
     def last_end(self, composition: Composition, seconds: float) -> float:
         """When the last pipeline of a composition ends that is as full as ``seconds`` allow."""

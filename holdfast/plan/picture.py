@@ -153,9 +153,16 @@ def save(path: Path, *, title: str, panels: Sequence[tuple[str, Pipeline]]) -> N
 def check_path(path: Path) -> None:
     """Before anything is computed: a picture that cannot be written should not take a minute to find out."""
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"the picture {path} is neither .png nor .svg", hint="as in --picture plan.svg")
+        raise UsageError(f"the picture {path} is neither .png nor .svg", hint="as in plan.svg")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the picture")
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as e:
+        raise UsageError(f"the picture {path} cannot be written: {e.strerror or e}") from e
 
 
 def _panel(axes: Axes, heading: str, one: Chart, longest: float) -> None:

@@ -18,6 +18,7 @@ from holdfast.plan.place import Placement, place
 from holdfast.plan.template import Template, Templates, what_it_takes
 from holdfast.words import count, size_text
 
+MOST_MICRO_BATCHES = 10_000_000
 TRIES = 4096  # nodes placed while looking for the equal plan that moves the fewest bytes
 
 
@@ -97,6 +98,10 @@ def make_plan(
     >>> make_plan(made, ["a", "b", "c"], micro_batches=20).reason
     '3 nodes are left, and surviving the loss of 1 takes 2 pipelines of at least 2 nodes'
     """
+    if micro_batches > MOST_MICRO_BATCHES:
+        raise UsageError(
+            f"a step of {micro_batches} micro-batches cannot be planned", hint=f"{MOST_MICRO_BATCHES:,} can"
+        )
     if len(set(nodes)) != len(nodes):
         twice = next(node for node, count in Counter(nodes).items() if count > 1)
         raise UsageError(f"node {twice} is named twice")

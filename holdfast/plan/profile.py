@@ -9,6 +9,8 @@ from typing import Any
 from holdfast.errors import UsageError
 
 VERSION = 1
+MOST_BYTES = 10**15  # of anything; more is a mistake
+LONGEST = 10**5  # seconds of anything
 MOST_LAYERS = 1_000  # planning takes time with their square; merge small ones
 
 
@@ -107,14 +109,15 @@ def _check(profile: Profile) -> None:
         raise ValueError(f"{len(profile.layers)} layers; it takes 1 to {MOST_LAYERS}")
     if profile.micro_batch < 1:
         raise ValueError("the micro-batch has no samples")
-    if profile.memory is not None and not 0 < profile.memory < float("inf"):
+    if profile.memory is not None and not 0 < profile.memory <= MOST_BYTES:
         raise ValueError(f"a device has {profile.memory} bytes of memory")
     for link in (profile.inside, profile.between):
-        if not link.bandwidth > 0 or not 0 <= link.latency < float("inf"):
+        if not 1 <= link.bandwidth <= MOST_BYTES or not 0 <= link.latency <= LONGEST:
             raise ValueError(f"a link of {link.bandwidth} bytes/s with {link.latency} s latency")
     for number, layer in enumerate(profile.layers):
         for name, value in asdict(layer).items():
-            if name != "name" and not 0 <= value < float("inf"):
+            most = LONGEST if name in ("forward", "backward", "update") else MOST_BYTES
+            if name != "name" and not 0 <= value <= most:
                 raise ValueError(f"layer {number} ({layer.name}): {name} is {value}")
     if not sum(layer.forward + layer.backward for layer in profile.layers) > 0:
         raise ValueError("no layer takes any time")

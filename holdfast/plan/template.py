@@ -27,6 +27,7 @@ CLOSELY = 40  # of so many numbers up to twice the stages,
 WIDELY = (3, 4, 5, 6)  # and of these times the stages; in between it is all but linear
 TINY = 1e-12  # rounding: not a difference
 CLOSE = 1e-9  # relative: nearer times are equal
+PLENTY = 10**9  # micro-batches in a lane; whoever has time for more has time for any step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,10 @@ class Template:
         seconds *= 1 + TINY
         if seconds < times[0]:
             return 0
-        longest = int(np.interp(seconds, times, numbers) + max(seconds - times[-1], 0.0) / self.knots.slope)
+        longest = float(np.interp(seconds, times, numbers)) + max(seconds - times[-1], 0.0) / self.knots.slope
+        if longest >= PLENTY:
+            return PLENTY * self.lanes
+        longest = int(longest)
         # Rounding may put the border on either side.
         while self.seconds((longest + 1) * self.lanes) <= seconds:
             longest += 1
