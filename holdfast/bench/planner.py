@@ -77,8 +77,9 @@ def transformer(layers: int) -> Profile:
     [0.001, 0.01, 0.01, 0.025]
     """
     plain = uniform(layers)
-    embedding = replace(plain.layers[0], name="embedding", forward=0.001, backward=0.001, weight_bytes=512 << 20)
-    head = replace(plain.layers[-1], name="head", forward=0.025, backward=0.05, weight_bytes=512 << 20)
+    weights = {"weight_bytes": 512 << 20, "trainable_bytes": 512 << 20, "slot_bytes": 1 << 30}
+    embedding = replace(plain.layers[0], name="embedding", forward=0.001, backward=0.001, **weights)
+    head = replace(plain.layers[-1], name="head", forward=0.025, backward=0.05, **weights)
     blocks = plain.layers[1:-1]
     return replace(plain, model=f"transformer, {layers} layers", layers=(embedding, *blocks, head))
 
@@ -105,7 +106,39 @@ def at_random(layers: int) -> Profile:
     return replace(plain, model=f"random, {layers} layers", layers=tuple(map(layer, plain.layers)))
 
 
-MODELS: dict[str, Callable[[int], Profile]] = {"equal": uniform, "transformer": transformer, "random": at_random}
+def convolutions(layers: int) -> Profile:
+    """Large boundaries and little state in front, small ones and much state behind: the hardest to cut.
+
+    >>> [layer.output_bytes >> 20 for layer in convolutions(8).layers]
+    [32, 32, 16, 16, 8, 8, 4, 4]
+    """
+    draw = random.Random(layers)
+
+    def layer(number: int, one: LayerCost) -> LayerCost:
+        depth = 4 * number // layers
+        forward, sent, weights = draw.uniform(0.005, 0.015), (32 << 20) >> depth, (2 << 20) << 2 * depth
+        return replace(
+            one,
+            forward=forward,
+            backward=2 * forward,
+            output_bytes=sent,
+            output_gradient_bytes=sent,
+            weight_bytes=weights,
+            trainable_bytes=weights,
+            slot_bytes=2 * weights,
+        )
+
+    plain = uniform(layers)
+    changed = tuple(layer(number, one) for number, one in enumerate(plain.layers))
+    return replace(plain, model=f"convolutions, {layers} layers", layers=changed)
+
+
+MODELS: dict[str, Callable[[int], Profile]] = {
+    "equal": uniform,
+    "transformer": transformer,
+    "convolutions": convolutions,
+    "random": at_random,
+}
 
 
 # --- after a failure ------------------------------------------------------------------------------
@@ -193,7 +226,7 @@ def draw(path: Path, along: Along) -> None:
     with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(1, len(along), figsize=(13, 4.2), dpi=130, layout="constrained", squeeze=False)
         for panel, (title, kinds) in zip(axes[0], along.items(), strict=True):
-            for (kind, points), marker in zip(kinds.items(), "os^", strict=True):
+            for (kind, points), marker in zip(kinds.items(), "os^D", strict=True):
                 middle = [statistics.median(values) for values in points.values()]
                 panel.plot(list(points), middle, marker=marker, label=kind)
                 panel.fill_between(list(points), *_edges(points.values()), alpha=0.15)

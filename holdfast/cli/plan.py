@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from holdfast.plan.profile import Profile
     from holdfast.plan.template import Template, Templates
 
-MOST_NODES = 10_000
+MOST_NODES = 4_000
 GB = 1e9
 
 
@@ -201,6 +201,7 @@ def _after(after: Plan | Shortage, samples: int) -> dict[str, Any]:
         "pipelines": [len(pipeline.nodes) for pipeline in after.pipelines],
         "step_seconds": after.seconds,
         "samples_per_s": after.micro_batches * samples / after.seconds,
+        "spares": list(after.spares),
         "moved_bytes": after.moved_bytes,
         "lost_layers": list(after.lost),
     }

@@ -195,7 +195,7 @@ def _trace(items: Items, tables: Sequence[Vector], total: int) -> Iterator[int]:
 def equals(menu: Menu, demand: Demand, seconds: float, near: Mapping[int, int], limit: int) -> list[Composition]:
     """Compositions whose step takes no longer than that, at most ``limit``.
 
-    Those nearest to the pipelines there are (``near``) come first; otherwise those with more pipelines.
+    Those with many of the sizes that there are (``near``) come first, then those with more pipelines.
     """
     value = menu.capacities(seconds * (1 + CLOSE))
     items = [
@@ -203,14 +203,14 @@ def equals(menu: Menu, demand: Demand, seconds: float, near: Mapping[int, int], 
         for size, worth in zip(menu.sizes, value, strict=True)
         if worth > 0 and size <= demand.nodes
     ]
-    # Sizes that are there now come first: their number is chosen while everything is still open.
+    # As many as possible of the sizes that are there now, while everything is still open.
     items.sort(key=lambda item: (-near.get(item[0], 0), item[0]))
     table = np.full(demand.nodes + 1, NEVER)
     table[0] = 0
     tables = [table]
     for size, worth in reversed(items):
         tables.append(_with(tables[-1], size, worth))
-    search = _Equals(items=items, tables=tables[::-1], near=near, demand=demand, limit=limit, found=[])
+    search = _Equals(items=items, tables=tables[::-1], demand=demand, limit=limit, found=[])
     search.go(0, demand.nodes, demand.micro_batches, {})
     return search.found
 
@@ -221,7 +221,6 @@ class _Equals:
 
     items: Items
     tables: list[Vector]  # the most that the sizes from each on have time for
-    near: Mapping[int, int]
     demand: Demand
     limit: int
     found: list[Composition]
@@ -239,8 +238,7 @@ class _Equals:
         size, worth = self.items[place]
         counts = np.arange(nodes // size + 1)
         enough = self.tables[place + 1][nodes - counts * size] + counts * worth >= micro_batches
-        there = self.near.get(size, 0) if self.near else len(counts)
-        for count in sorted(counts[enough].tolist(), key=lambda count: (abs(count - there), -count)):
+        for count in reversed(counts[enough].tolist()):
             if len(self.found) >= self.limit or self.looked > 50 * self.limit + 200:
                 return
             more = {**chosen, size: count} if count else chosen

@@ -85,6 +85,27 @@ class Costs:
         resident = int(self.resident[stop] - self.resident[first])
         return resident + under_way * int(self.saved[stop] - self.saved[first])
 
+    def fits(self, chain: Chain) -> bool:
+        """Is there a cut whose stages all fit into the memory?
+
+        Each stage takes all that it can: a later one has fewer micro-batches under way, so whatever an earlier
+        one could leave to it fits there too.
+        """
+        if chain.stages > self.count:
+            return False
+        if self.profile.memory is None:
+            return True
+        first = 0
+        for stage in range(chain.stages):
+            needed = self.resident + min(chain.stages - stage, chain.micro_batches) * self.saved
+            stop = int(np.searchsorted(needed, needed[first] + self.profile.memory, side="right")) - 1
+            if stop == first:
+                return False
+            first = stop
+            if first == self.count:
+                return True
+        return False
+
 
 def _sums(values: list[float]) -> Vector:
     return np.concatenate([[0.0], np.cumsum(values)])

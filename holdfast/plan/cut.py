@@ -25,7 +25,7 @@ import numpy as np
 from holdfast.plan.costs import Chain, Costs
 from holdfast.plan.timeline import Vector, last_ends
 
-EFFORT = 6_000  # vector operations spent on a template's cuts; enough to finish every model of up to 10 layers
+EFFORT = 6_000  # vector operations spent on a template's cuts; in all tests enough to finish models of up to 10 layers
 EXPANSION = 6  # of these, to look one stage further
 SWEEPS = 3  # over all boundaries, when the effort is used up
 TINY = 1e-12  # rounding: not a difference
@@ -71,18 +71,22 @@ class Bounds:
             self.round_trip[stage, first[:, 0]] = part.round_trip.min(axis=1)
 
     def _most_layers(self) -> int:
-        """No stage of the best cut has more layers: it alone would take longer than an even cut takes in all."""
+        """No stage of the best cut has more layers.
+
+        They would not fit, or take longer than an even cut takes in all.
+        """
         costs, chain = self.costs, self.chain
+        most = costs.count
+        if costs.profile.memory is not None:
+            most = _furthest(costs.resident + costs.saved, costs.profile.memory)
         sums = costs.forward + costs.backward
         even = np.searchsorted(sums, sums[-1] * np.arange(chain.stages + 1) / chain.stages)
         place = np.arange(chain.stages + 1)
         cut = np.minimum(np.maximum.accumulate(even - place) + place, costs.count - chain.stages + place)
         even_cut = tuple(cut.tolist())
         if not self.holds(even_cut):
-            return costs.count
-        longest = _timed(self, even_cut).seconds / chain.micro_batches
-        reach = np.searchsorted(sums, sums + longest * (1 + TINY), side="right") - np.arange(len(sums))
-        return int(reach.max())
+            return most
+        return min(most, _furthest(sums, _timed(self, even_cut).seconds / chain.micro_batches * (1 + TINY)))
 
     @property
     def least(self) -> float:
@@ -135,6 +139,12 @@ class Bounds:
         backward = np.diff(self.costs.backward[at]) + self.sends[place, 1, at[:-1]]
         update, exchange = self.costs.after(self.chain, at[:-1], at[1:])
         return forward, backward, update + exchange
+
+
+def _furthest(sums: Vector, limit: float) -> int:
+    """The most consecutive layers whose sum is within a limit, at least one."""
+    reach = np.searchsorted(sums, sums + limit, side="right") - np.arange(len(sums)) - 1
+    return max(int(reach.max()), 1)
 
 
 class _Part(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import UsageError
+from holdfast.plan.profile import MOST_BYTES
 
 WIDTHS = (64, 1024, 32768)  # beginnings followed per boundary: what a rough search finds makes the exact one short
 EQUAL = 1e-12  # of the expected time: rounding, not a difference
@@ -103,8 +104,8 @@ def _check(
         if not 0 <= value < math.inf:
             raise UsageError(f"stage {stage} takes {value} s to replay a step", hint="it takes 0 or more")
     for boundary, size in enumerate(sizes):
-        if size < 0:
-            raise UsageError(f"{size} bytes cross boundary {boundary}", hint="it takes 0 or more")
+        if not 0 <= size <= MOST_BYTES:
+            raise UsageError(f"{size} bytes cross boundary {boundary}", hint=f"0 to {MOST_BYTES:g}")
     if not bandwidth > 0 or interval < 1 or budget < 0 or stages_per_node < 1:
         raise UsageError(
             f"a log of {budget} bytes for {interval} steps, {bandwidth} bytes/s, {stages_per_node} stages per node",

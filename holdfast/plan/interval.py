@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+
+from holdfast.errors import UsageError
 
 BOUND = 0.035  # the share of training time that saving may cost, as CheckFreq has it
 SHORTEST = 10.0  # seconds: more often saves nobody anything
@@ -34,7 +35,12 @@ def choose(
     >>> choose(step_seconds=1.0, lost_seconds=2.0, between_failures=3600).steps
     120
     """
-    if between_failures is None:
+    if not 0 < step_seconds < math.inf or not 0 <= lost_seconds < math.inf or not (between_failures or 1.0) > 0:
+        raise UsageError(
+            f"steps of {step_seconds} s, {lost_seconds} s lost per save, {between_failures} s between failures",
+            hint="these are measured seconds",
+        )
+    if between_failures is None or between_failures == math.inf:
         steps = math.ceil(lost_seconds / bound / step_seconds - 1e-9)
         reason = f"{lost_seconds:.2f} s lost per save is {bound:.1%} of {steps} steps"
     else:
@@ -78,8 +84,4 @@ class Costs:
     @property
     def lost_seconds(self) -> float | None:
         """What a save costs in all; noise may make steps beside a save look faster than others."""
-        return max(_middle(self._saves), 1e-4) if self._saves else None
-
-
-def _middle(values: Sequence[float]) -> float:
-    return float(median(values))
+        return max(median(self._saves), 1e-4) if self._saves else None

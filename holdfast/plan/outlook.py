@@ -13,6 +13,7 @@ from holdfast.plan.place import natural
 from holdfast.plan.planner import Node, Plan, Shortage, make_plan
 from holdfast.plan.template import Templates
 
+LISTED = 20_000  # ways to hit a pipeline; of more only some are looked at
 SIZES = 8  # numbers of nodes that are looked at on the way down to the minimum
 Shape = tuple[int, int]  # pipelines of one shape are alike: nodes, micro-batches
 SPARE: Shape = (0, 0)  # nodes without a pipeline
@@ -76,7 +77,7 @@ class Fewer:
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
     losses: tuple[Losses, ...]  # of 1, 2, ... nodes at once, as many as are tolerated
-    fewer: tuple[Fewer, ...]  # and then one after the other; the last one stops the training
+    fewer: tuple[Fewer, ...]  # and with fewer nodes; the last one stops the training
     join: Plan | Shortage  # one node more
 
 
@@ -101,7 +102,10 @@ def look_ahead(templates: Templates, plan: Plan, *, slack: float = 0.0) -> Outlo
 
 def names(plan: Plan) -> list[Node]:
     """All nodes of a plan, in the order of their names."""
-    return sorted([*(node for pipeline in plan.pipelines for node in pipeline.nodes), *plan.spares], key=natural)
+    return sorted(
+        [*(node for pipeline in plan.pipelines for node in pipeline.nodes), *plan.spares],
+        key=lambda node: (natural(node), node),
+    )
 
 
 def cases_looked_at(nodes: int) -> int:
@@ -133,8 +137,8 @@ def _fewer(templates: Templates, plan: Plan, left: int, *, most: int, slack: flo
 def after_losses(templates: Templates, plan: Plan, count: int, *, most: int, slack: float = 0.0) -> Losses:
     """Each case of losing ``count`` nodes at once; if there are more than ``most``, the nastiest and some others."""
     groups = groups_of(plan)
-    found = list(islice(_all_hits(groups, count), most + 1))
-    complete = len(found) <= most
+    found = list(islice(_all_hits(groups, count), most + 1)) if _few_hits(groups, count) else []
+    complete = 0 < len(found) <= most
     if not complete:
         found = _some_hits(names(plan), groups, count, most)
     held, nodes = plan.held(), names(plan)
@@ -158,6 +162,12 @@ def groups_of(plan: Plan) -> Groups:
     for pipeline in plan.pipelines:
         groups.setdefault((len(pipeline.nodes), pipeline.micro_batches), []).append(pipeline.nodes)
     return groups | ({SPARE: [(node,) for node in plan.spares]} if plan.spares else {})
+
+
+def _few_hits(groups: Groups, count: int) -> bool:
+    """Can the ways to hit one pipeline be listed at all?"""
+    sizes = [len(first) for first, *_ in groups.values()]
+    return sum(comb(size, number) for size in sizes for number in range(1, min(size, count) + 1)) <= LISTED
 
 
 def _all_hits(groups: Groups, count: int) -> Iterator[Hits]:

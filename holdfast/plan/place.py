@@ -66,13 +66,21 @@ def place(
 
 
 def _missing(places: Sequence[range], held: Sequence[range], sums: Vector) -> Vector:
-    """Bytes that each holder lacks for each place."""
-    first = np.array([wanted.start for wanted in places])[:, None]
-    stop = np.array([wanted.stop for wanted in places])[:, None]
-    has_first = np.maximum(first, np.array([layers.start for layers in held])[None, :])
-    has_stop = np.minimum(stop, np.array([layers.stop for layers in held])[None, :])
-    lacking: Vector = sums[stop] - sums[first] - (sums[np.maximum(has_first, has_stop)] - sums[has_first])
-    return lacking
+    """Bytes that each holder lacks for each place. Most are alike, so it is worked out once for each kind."""
+    wanted, row = _kinds(places)
+    there, column = _kinds(held)
+    first, stop = wanted[:, :1], wanted[:, 1:]
+    has_first = np.maximum(first, there[:, 0])
+    has_stop = np.minimum(stop, there[:, 1])
+    lacking = sums[stop] - sums[first] - (sums[np.maximum(has_first, has_stop)] - sums[has_first])
+    spread: Vector = lacking[row][:, column]
+    return spread
+
+
+def _kinds(ranges: Sequence[range]) -> tuple[Vector, Vector]:
+    """The different ranges, and which of them each one is."""
+    kinds, which = np.unique([(each.start, each.stop) for each in ranges], axis=0, return_inverse=True)
+    return kinds, which.reshape(-1)
 
 
 def _assign(cost: Vector) -> tuple[Vector, Vector]:

@@ -15,7 +15,8 @@ from holdfast.plan.batch import split
 from holdfast.plan.compose import Composition, Demand, Menu, equals, fastest, fewest_pipelines
 from holdfast.plan.place import Node as Node
 from holdfast.plan.place import Placement, place
-from holdfast.plan.template import Template, Templates, what_it_takes
+from holdfast.plan.sizes import what_it_takes
+from holdfast.plan.template import Template, Templates
 from holdfast.words import count, size_text
 
 MOST_MICRO_BATCHES = 10_000_000
@@ -109,7 +110,7 @@ def make_plan(
         return _shortage(templates, len(nodes))
     known = {node: held[node] for node in nodes if held and len(held.get(node, ()))}
     menu = Menu(templates.by_nodes)
-    demand = _demand(templates, len(nodes), micro_batches)
+    demand = _demand(templates, len(nodes), micro_batches, running=any((held or {}).values()))
     seconds, found = fastest(menu, demand)
     composition, placement = _place(templates, menu, nodes, known, demand, seconds * (1 + slack), found)
     chosen = [menu.templates[size] for size, count in composition.items() for _ in range(count)]
@@ -153,20 +154,23 @@ def _shortage(templates: Templates, nodes: int) -> Shortage:
     return Shortage(nodes=nodes, needed=needed, reason=f"{left}, and {what_it_takes(tolerate, fewest)}", hint=hint)
 
 
-def _demand(templates: Templates, nodes: int, micro_batches: int) -> Demand:
-    """All nodes, or, if the model has too few layers for that, as many as can be used."""
+def _demand(templates: Templates, nodes: int, micro_batches: int, *, running: bool) -> Demand:
+    """All nodes, or as many as can be used: the model may have too few layers, or the step too few micro-batches.
+
+    A step that cannot feed all nodes is an error before the start; a run that goes on leaves some over.
+    """
     sizes = list(templates.by_nodes)
     for used in range(nodes, templates.needed - 1, -1):
         demand = Demand(nodes=used, fewest=templates.tolerate + 1, micro_batches=micro_batches)
         fewest = fewest_pipelines(demand, sizes)
-        if fewest is None:
-            continue
-        if micro_batches < fewest:
+        if fewest is not None and fewest <= micro_batches:
+            return demand
+        if fewest is not None and (not running or micro_batches <= templates.tolerate):
             raise UsageError(
-                f"{micro_batches} micro-batches are too few for {used} nodes: they form at least {fewest} pipelines",
+                f"{count(micro_batches, 'micro-batch')} cannot be shared by {used} nodes: they form at least "
+                f"{count(fewest, 'pipeline')}",
                 hint=f"the nearest number that can be shared is {fewest}",
             )
-        return demand
     raise AssertionError("(f+1) pipelines of the smallest size always fit")
 
 
@@ -196,15 +200,10 @@ def _places(templates: Templates, composition: Composition) -> list[range]:
 
 
 def _intact(templates: Templates, held: Mapping[Node, range]) -> Composition:
-    """How many whole pipelines of each size the nodes still form; larger ones first, no node counted twice."""
+    """How many whole pipelines of each size the nodes still form."""
     there = Counter(held.values())
-    found: Composition = {}
-    for size, template in sorted(templates.by_nodes.items(), reverse=True):
-        count = min(there[role] for role in template.roles)
-        if count:
-            found[size] = count
-            there.subtract(dict.fromkeys(template.roles, count))
-    return found
+    whole = {size: min(there[role] for role in template.roles) for size, template in templates.by_nodes.items()}
+    return {size: number for size, number in whole.items() if number}
 
 
 def _reason(
@@ -214,15 +213,25 @@ def _reason(
     lost: Sequence[int],
     templates: Templates,
 ) -> str:
-    shape = " + ".join(f"{count} of {size}" for size, count in composition.items())
+    shape = " + ".join(f"{number} of {count(size, 'node')}" for size, number in composition.items())
     slowest = max(pipelines, key=lambda pipeline: pipeline.seconds)
     words = [
-        f"{shape} nodes; the pipeline of {slowest.template.nodes} with {slowest.micro_batches} micro-batches is last"
+        f"{shape}; the pipeline of {slowest.template.nodes} with {count(slowest.micro_batches, 'micro-batch')} is last"
     ]
     if placement.moved_bytes:
         words.append(f"{size_text(placement.moved_bytes)} move")
     if placement.spares:
-        words.append(f"{', '.join(placement.spares)} left over: {templates.reason}")
+        words.append(f"{_some(placement.spares)} left over: {_why_spares(templates, composition, pipelines)}")
     if lost:
         words.append(f"nobody holds layers {', '.join(map(str, lost))} any more")
     return "; ".join(words)
+
+
+def _some(nodes: Sequence[Node]) -> str:
+    return ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+
+
+def _why_spares(templates: Templates, composition: Composition, pipelines: Sequence[Pipeline]) -> str:
+    if sum(pipeline.micro_batches for pipeline in pipelines) == sum(composition.values()):
+        return "the step has no more micro-batches"
+    return templates.reason

@@ -116,9 +116,12 @@ def _check(profile: Profile) -> None:
             raise ValueError(f"a link of {link.bandwidth} bytes/s with {link.latency} s latency")
     for number, layer in enumerate(profile.layers):
         for name, value in asdict(layer).items():
-            most = LONGEST if name in ("forward", "backward", "update") else MOST_BYTES
-            if name != "name" and not 0 <= value <= most:
-                raise ValueError(f"layer {number} ({layer.name}): {name} is {value}")
+            seconds = name in ("forward", "backward", "update")
+            kinds = (int, float) if seconds else int
+            most = LONGEST if seconds else MOST_BYTES
+            sound = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value <= most
+            if name != "name" and not sound:
+                raise ValueError(f"layer {number} ({layer.name}): {name} is {value!r}")
     if not sum(layer.forward + layer.backward for layer in profile.layers) > 0:
         raise ValueError("no layer takes any time")
 

@@ -52,6 +52,8 @@ def planned_for(templates: Templates, plan: Plan) -> str:
     may = {0: "no loss is tolerated", 1: "any one may be lost"}.get(
         templates.tolerate, f"any {templates.tolerate} may be lost at once"
     )
+    if templates.tolerate and nodes - templates.tolerate < templates.needed:
+        may += f" without losing a layer, but then training waits until there are {templates.needed} again"
     return f"{templates.profile.model} on {count(nodes, 'node')}{each}, {may}"
 
 
@@ -163,8 +165,8 @@ def same_outcome(cases: Sequence[Case]) -> list[list[Case]]:
 def _fewer(console: Console, outlook: Outlook) -> None:
     if outlook.fewer:
         rows = [[str(one.nodes), *_outcome(one.after)] for one in outlook.fewer]
-        seen = "one" if all(one.complete for one in outlook.fewer) else "of a few"
-        title = f"{'further losses' if outlook.losses else 'losses'}, one after the other, each the worst {seen}"
+        seen = "" if all(one.complete for one in outlook.fewer) else " of a few"
+        title = f"with fewer nodes: after the worst single loss{seen} from a plan for one node more"
         _table(console, [">nodes left", "pipelines then~", ">step", ">moved"], rows, title=title)
 
 
@@ -172,8 +174,9 @@ def _outcome(after: Plan | Shortage) -> list[str]:
     if isinstance(after, Shortage):
         return [f"training stops: {after.reason}", "", ""]
     lost = f"; layers {ranges_text(after.lost)} are lost" if after.lost else ""
+    idle = f"; {count(len(after.spares), 'node')} idle" if after.spares else ""
     sizes = pipelines_text([len(pipeline.nodes) for pipeline in after.pipelines])
-    return [sizes + lost, seconds_text(after.seconds), size_text(after.moved_bytes)]
+    return [sizes + idle + lost, seconds_text(after.seconds), size_text(after.moved_bytes)]
 
 
 # --- on the terminal ------------------------------------------------------------------------------

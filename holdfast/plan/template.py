@@ -18,10 +18,11 @@ from holdfast.errors import UsageError
 from holdfast.plan.costs import Chain, Costs
 from holdfast.plan.cut import EFFORT, Bounds, Cut, best_cut
 from holdfast.plan.profile import Profile
+from holdfast.plan.sizes import PER_DEVICE as PER_DEVICE
+from holdfast.plan.sizes import chains, fewest_nodes, what_it_takes, what_would_help
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
 from holdfast.words import count
 
-PER_DEVICE = 4  # micro-batches for each device while planning: a usual share, as the paper has it
 FEW = 16  # up to here the time of every number of micro-batches is known exactly,
 CLOSELY = 40  # of so many numbers up to twice the stages,
 WIDELY = (3, 4, 5, 6)  # and of these times the stages; in between it is all but linear
@@ -166,13 +167,13 @@ def make_templates(
     if profile.memory is not None and profile.memory <= 0:
         raise UsageError(f"a device with {profile.memory} bytes of memory cannot hold a layer")
     costs = Costs(profile)
-    fewest = _fewest_nodes(costs, devices, minimum)
+    fewest = fewest_nodes(costs, devices, minimum)
     needed = (tolerate + 1) * fewest
     if nodes < needed:
         raise UsageError(
             f"{count(nodes, 'node')} {'is' if nodes == 1 else 'are'} too few: {what_it_takes(tolerate, fewest)}, "
             f"{needed} in all",
-            hint=_what_would_help(nodes, fewest),
+            hint=what_would_help(nodes, fewest),
         )
     most = min(nodes - tolerate * fewest, costs.count)
     made = {size: _template(costs, size, devices) for size in range(fewest, most + 1)}
@@ -189,89 +190,34 @@ def make_templates(
 
 def _reason(costs: Costs, found: dict[int, Template], wanted: int) -> str:
     """Which sizes there are, and why not all from the smallest to the wanted largest."""
-    sizes = f"{min(found)} to {max(found)}" if len(found) > 1 else f"{min(found)}"
-    words = f"a pipeline takes {sizes} nodes"
+    sizes = f"{min(found)} to {max(found)} nodes" if len(found) > 1 else count(min(found), "node")
+    words = f"a pipeline takes {sizes}"
     missing = [size for size in range(min(found), min(wanted, costs.count) + 1) if size not in found]
     if missing:
         # A longer pipeline has more micro-batches under way in its first stages.
         words += f": of {missing[0]} nodes{' and others' if missing[1:] else ''} it would not fit into the memory"
     elif wanted > costs.count:
-        words += f": the model has only {costs.count} layers"
+        words += f": the model has only {count(costs.count, 'layer')}"
     return words
-
-
-def what_it_takes(tolerate: int, fewest: int) -> str:
-    """The least that can be planned, in words.
-
-    >>> what_it_takes(0, 2), what_it_takes(1, 1)
-    ('training takes a pipeline of at least 2 nodes', 'surviving the loss of 1 takes 2 pipelines of at least 1 node')
-    """
-    if tolerate == 0:
-        return f"training takes a pipeline of at least {count(fewest, 'node')}"
-    return f"surviving the loss of {tolerate} takes {tolerate + 1} pipelines of at least {count(fewest, 'node')}"
-
-
-def _what_would_help(nodes: int, fewest: int) -> str:
-    if nodes < fewest:
-        return f"{fewest} nodes train without tolerating a loss; more memory or a smaller micro-batch may need fewer"
-    return f"tolerate {nodes // fewest - 1}, or more nodes, or more memory so that a pipeline needs fewer"
-
-
-def _fewest_nodes(costs: Costs, devices: int, minimum: int | None) -> int:
-    """n0: the smallest pipeline whose stages fit their devices, at least what the user asks for."""
-    if minimum is not None and minimum > costs.count:
-        raise UsageError(
-            f"a pipeline of {minimum} nodes has more nodes than the model has layers", hint=f"at most {costs.count}"
-        )
-    fits = (size for size in range(minimum or 1, costs.count + 1) if _shapes(costs, size, devices))
-    fewest = next(fits, None)
-    if fewest is None:
-        layer = max(costs.profile.layers, key=lambda layer: layer.resident_bytes + layer.saved_bytes)
-        needs = layer.resident_bytes + layer.saved_bytes
-        of = f" of {minimum} or more nodes" if minimum is not None else ""
-        raise UsageError(
-            f"no pipeline{of} fits into the memory: {layer.name} alone takes {needs / 1e9:.3g} GB and more with "
-            f"several micro-batches under way, a device has {(costs.profile.memory or 0) / 1e9:.3g} GB",
-            hint="more memory, a smaller micro-batch, or cut the model into smaller layers",
-        )
-    if minimum is not None and fewest > minimum:
-        raise UsageError(
-            f"a pipeline of {count(minimum, 'node')} does not fit into the memory",
-            hint=f"the next larger that does has {fewest}",
-        )
-    return fewest
-
-
-def _shapes(costs: Costs, nodes: int, devices: int) -> list[tuple[float, Chain, Bounds]]:
-    """The ways to use a pipeline's devices that fit, the most promising first."""
-    found = []
-    for lanes in range(1, devices + 1):
-        stages = nodes * devices // lanes
-        if devices % lanes or stages > costs.count:
-            continue
-        chain = Chain(
-            stages=stages, per_node=devices // lanes, lanes=lanes, micro_batches=max(PER_DEVICE * stages, stages + 1)
-        )
-        bounds = Bounds(costs, chain)
-        if bounds.least < np.inf:
-            found.append((bounds.least, chain, bounds))
-    return sorted(found, key=lambda shape: (shape[0], shape[1].lanes))
 
 
 def _template(costs: Costs, nodes: int, devices: int) -> Template | None:
     """The fastest of all ways to use the devices; the search's effort is shared among them."""
+    bounds = sorted(
+        (Bounds(costs, chain) for chain in chains(costs, nodes, devices)), key=lambda one: (one.least, one.chain.lanes)
+    )
     best: tuple[Cut, Chain] | None = None
     effort, least = EFFORT, np.inf
-    for bound, chain, bounds in _shapes(costs, nodes, devices):
+    for one in bounds:
         rival = np.inf if best is None else best[0].seconds
-        if bound >= rival:
+        if one.least >= rival:
             break
-        cut = best_cut(bounds, effort=effort, rival=rival)
-        assert cut is not None, "its bound is finite"
+        cut = best_cut(one, effort=effort, rival=rival)
+        assert cut is not None, "the chain fits"
         effort -= cut.effort
         least = min(least, cut.least)
         if cut.seconds < rival:
-            best = (cut, chain)
+            best = (cut, one.chain)
     if best is None:
         return None
     gap = best[0].seconds / least - 1

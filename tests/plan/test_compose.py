@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
+from holdfast.plan.compose import Menu
 from holdfast.plan.planner import Plan, make_plan
 from holdfast.plan.profile import uniform
 from holdfast.plan.template import Templates, make_templates
@@ -87,7 +88,7 @@ def test_too_few_micro_batches_name_the_nearest_number(case: tuple[Templates, li
     assume(every)
     fewest = min(map(len, every))
     plan_for(templates, nodes, fewest)
-    with pytest.raises(UsageError, match=f"{fewest - 1} micro-batches.*nearest.* {fewest}"):
+    with pytest.raises(UsageError, match=f"{fewest - 1} micro-batch.*nearest.* {fewest}"):
         make_plan(templates, nodes, micro_batches=fewest - 1)
 
 
@@ -180,3 +181,51 @@ def test_every_process_makes_the_same_plan() -> None:
 def test_a_node_named_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="n1 is named twice"):
         make_plan(menu("uniform", 0, 8, 1, 1, 6, 1), ["n0", "n1", "n1"], micro_batches=8)
+
+
+def test_one_pipeline_alone_saves_the_sum_of_gradients() -> None:
+    """On a slow link two pipelines would sum gradients for longer than one pipeline sends activations."""
+    profile = uniform(8, weight_bytes=1 << 30, output_bytes=1 << 10, bandwidth=1e8)
+    templates = make_templates(profile, nodes=2, tolerate=0)
+    plan = make_plan(templates, ["a", "b"], micro_batches=8)
+    assert isinstance(plan, Plan)
+    assert [pipeline.nodes for pipeline in plan.pipelines] == [("a", "b")]
+    both = max(templates.by_nodes[1].seconds(4), templates.by_nodes[1].seconds(4))
+    assert plan.seconds < both
+    assert plan.seconds == templates.by_nodes[2].seconds(8, alone=True)
+
+
+@given(st.sampled_from(MODELS), st.integers(0, 3), st.integers(1, 80), st.sampled_from([1.0, 1 - 1e-9, 1 + 1e-9, 1.7]))
+def test_asking_all_templates_at_once_is_asking_each(family: str, seed: int, number: int, factor: float) -> None:
+    templates = menu(family, seed, 11, 1, 0, 11, 2).by_nodes
+    together = Menu(templates)
+    for template in templates.values():
+        seconds = factor * template.seconds(number)
+        asked = [max(int(each), 0) for each in together.capacities(seconds)]
+        assert asked == [one.capacity(seconds) for one in together.templates.values()]
+
+
+def test_of_many_equal_plans_one_near_the_present_is_taken() -> None:
+    """More compositions are equally fast than can be tried: those that keep whole pipelines come first."""
+    templates = make_templates(uniform(12), nodes=60, tolerate=1, minimum=2)
+    nodes = [f"n{number}" for number in range(60)]
+    before = make_plan(templates, nodes, micro_batches=10)
+    assert isinstance(before, Plan)
+    after = make_plan(templates, nodes[1:], micro_batches=10, held=before.held(), slack=0.5)
+    assert isinstance(after, Plan)
+    assert {len(pipeline.nodes) for pipeline in before.pipelines} == {6}
+    assert [len(pipeline.nodes) for pipeline in after.pipelines].count(6) >= 8
+    assert after.moved_bytes == 0
+
+
+def test_a_node_that_a_step_cannot_feed_waits() -> None:
+    """Before the start it is an error; a run that goes on must not stop because somebody joins."""
+    templates = make_templates(uniform(1), nodes=3, tolerate=1)
+    two = make_plan(templates, ["a", "b"], micro_batches=2)
+    assert isinstance(two, Plan)
+    three = make_plan(templates, ["a", "b", "c"], micro_batches=2, held=two.held())
+    assert isinstance(three, Plan)
+    assert three.spares == ("c",)
+    assert "no more micro-batches" in three.reason
+    with pytest.raises(UsageError, match="nearest number that can be shared is 3"):
+        make_plan(templates, ["a", "b", "c"], micro_batches=2)

@@ -10,7 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
+from holdfast.plan import cut
 from holdfast.plan import template as template_module
+from holdfast.plan.costs import Chain, Costs
+from holdfast.plan.cut import Bounds, best_cut
 from holdfast.plan.profile import Profile, uniform
 from holdfast.plan.template import Template, make_templates
 from holdfast.plan.timeline import makespan, simulate
@@ -18,6 +21,7 @@ from tests.plan import judge
 
 families = st.sampled_from(sorted(judge.FAMILIES))
 seeds = st.integers(0, 10**6)
+CHAIN = Chain(stages=9, per_node=1, lanes=1, micro_batches=36)
 
 
 def made_up(family: str, seed: int, layers: int, memory: float | None = None) -> Profile:
@@ -180,3 +184,19 @@ def test_large_models_have_a_small_gap() -> None:
     """96 equal layers are cut almost equally: the bound shows that little is left to gain."""
     made = make_templates(uniform(96), nodes=24, tolerate=1, minimum=4)
     assert max(template.gap for template in made.by_nodes.values()) < 0.05
+
+
+def test_polishing_makes_a_search_that_ended_early_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without effort the first guess is all there is: moving boundaries must help somewhere, and never harm."""
+    better = 0
+    for seed in range(12):
+        bounds = Bounds(Costs(judge.FAMILIES["cnn"](random.Random(seed), 30)), CHAIN)
+        polished = best_cut(bounds, effort=-1)
+        with monkeypatch.context() as patch:
+            patch.setattr(cut, "SWEEPS", 0)
+            rough = best_cut(bounds, effort=-1)
+        assert polished is not None
+        assert rough is not None
+        assert polished.seconds <= rough.seconds
+        better += polished.seconds < rough.seconds
+    assert better > 2

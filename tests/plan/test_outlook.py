@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from holdfast.plan.outlook import (
     SIZES,
     Groups,
+    Hit,
     _all_hits,
+    _some_hits,
     after_losses,
     example,
     groups_of,
@@ -164,3 +166,9 @@ def test_with_slack_less_moves_and_steps_are_hardly_longer() -> None:
     assert isinstance(loose, Plan)
     assert loose.moved_bytes < strict.moved_bytes
     assert strict.seconds < loose.seconds <= 1.2 * strict.seconds
+
+
+def test_one_position_in_several_pipelines_is_among_the_nastiest() -> None:
+    groups: Groups = {(3, 8): [(f"a{number}", f"b{number}", f"c{number}") for number in range(50)]}
+    everyone = [node for pipeline in groups[3, 8] for node in pipeline]
+    assert (Hit(3, 8, (0,)),) * 4 in _some_hits(everyone, groups, 4, 2)

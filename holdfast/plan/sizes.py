@@ -1,0 +1,89 @@
+"""Which sizes a pipeline can have: from the fewest nodes with the memory for it on."""
+
+from __future__ import annotations
+
+from holdfast.errors import UsageError
+from holdfast.plan.costs import Chain, Costs
+from holdfast.words import count, size_text
+
+PER_DEVICE = 4  # micro-batches for each device while planning: a usual share, as the paper has it
+
+
+def chains(costs: Costs, nodes: int, devices: int) -> list[Chain]:
+    """The ways to use a pipeline's devices for which there is the memory: one chain, or several lanes side by side.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> [(chain.lanes, chain.stages) for chain in chains(Costs(uniform(6)), 2, 4)]
+    [(2, 4), (4, 2)]
+    """
+    shapes = [
+        Chain(
+            stages=nodes * devices // lanes,
+            per_node=devices // lanes,
+            lanes=lanes,
+            micro_batches=PER_DEVICE * nodes * devices // lanes,
+        )
+        for lanes in range(1, devices + 1)
+        if devices % lanes == 0
+    ]
+    return [chain for chain in shapes if costs.fits(chain)]
+
+
+def fewest_nodes(costs: Costs, devices: int, minimum: int | None) -> int:
+    """n0: the smallest pipeline whose stages fit their devices, or what the user asks for."""
+    if minimum is not None and minimum > costs.count:
+        raise UsageError(
+            f"a pipeline of {minimum} nodes has more nodes than the model has layers", hint=f"at most {costs.count}"
+        )
+    _check_layers(costs)
+    possible = (size for size in range(minimum or 1, costs.count + 1) if chains(costs, size, devices))
+    fewest = next(possible, None)
+    if fewest is None:
+        of = f" of {minimum} or more nodes" if minimum is not None else ""
+        raise UsageError(
+            f"no pipeline{of} fits into devices of {size_text(costs.profile.memory or 0)}: short ones have too many "
+            "layers on a device, in long ones the first device has too many micro-batches under way",
+            hint="more memory, or a smaller micro-batch",
+        )
+    if minimum is not None and fewest > minimum:
+        raise UsageError(
+            f"a pipeline of {count(minimum, 'node')} does not fit into the memory",
+            hint=f"the next larger that does has {fewest}",
+        )
+    return fewest
+
+
+def _check_layers(costs: Costs) -> None:
+    """A layer that fits nowhere alone makes every search pointless."""
+    memory = costs.profile.memory
+    layer = max(costs.profile.layers, key=lambda layer: layer.resident_bytes + layer.saved_bytes)
+    needs = layer.resident_bytes + layer.saved_bytes
+    if memory is not None and needs > memory:
+        raise UsageError(
+            f"no pipeline fits into the memory: {layer.name} alone takes {size_text(needs)}, "
+            f"a device has {size_text(memory)}",
+            hint="more memory, a smaller micro-batch, or cut the model into smaller layers",
+        )
+
+
+def what_it_takes(tolerate: int, fewest: int) -> str:
+    """The least that can be planned, in words.
+
+    >>> what_it_takes(0, 2), what_it_takes(1, 1)
+    ('training takes a pipeline of at least 2 nodes', 'surviving the loss of 1 takes 2 pipelines of at least 1 node')
+    """
+    if tolerate == 0:
+        return f"training takes a pipeline of at least {count(fewest, 'node')}"
+    return f"surviving the loss of {tolerate} takes {tolerate + 1} pipelines of at least {count(fewest, 'node')}"
+
+
+def what_would_help(nodes: int, fewest: int) -> str:
+    """What to do about too few nodes.
+
+    >>> what_would_help(3, 1)
+    'tolerate 2, or more nodes'
+    """
+    if nodes < fewest:
+        return f"{fewest} nodes train without tolerating a loss; more memory or a smaller micro-batch may need fewer"
+    fewer = ", or more memory so that a pipeline needs fewer" if fewest > 1 else ""
+    return f"tolerate {nodes // fewest - 1}, or more nodes{fewer}"
