@@ -62,7 +62,7 @@ def choose_groups(
     """
     _check(recovery_seconds, boundary_bytes, bandwidth, interval, budget, stages_per_node)
     network = _Network.of(recovery_seconds, boundary_bytes, bandwidth, stages_per_node)
-    capacity = budget // interval
+    capacity = min(budget // interval, sum(boundary_bytes))  # more is never needed
     path, bound = network.cheapest(capacity)
     stops = [network.stop[end] for end in path]
     seconds, crossing = network.cost_of(path)
