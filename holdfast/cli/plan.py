@@ -48,8 +48,9 @@ def plan(
     With --profile it is your model's plan, with --layers 96 --uniform that of a made-up one.
     """
     # Imported here, so that the other commands do not wait for numpy and rich.
+    from holdfast.pictures import check_path
     from holdfast.plan.outlook import look_ahead
-    from holdfast.plan.picture import check_path, save
+    from holdfast.plan.picture import save
     from holdfast.plan.planner import Shortage, make_plan
     from holdfast.plan.show import headings, make_console, planned_for, show
     from holdfast.plan.template import make_templates

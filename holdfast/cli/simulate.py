@@ -13,11 +13,15 @@ import typer
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
+    from holdfast.plan.profile import Profile
     from holdfast.simulate.outcome import Outcome, Setting
     from holdfast.simulate.prepare import Prepared
     from holdfast.simulate.recovery import Recovery
+    from holdfast.simulate.trace import Trace
 
 BINS = 100  # stretches of time in the JSON
+MADE_UP = "uniform:"
+LONG, LONG_PLANNED = 5_000_000, 30_000  # changes times nodes: about five seconds
 
 
 def simulate(
@@ -53,22 +57,29 @@ def simulate(
     With --tables their throughput is what somebody measured; without, what our cost model says of your profile.
     """
     # Imported here, so that the other commands do not wait for numpy and rich.
+    from holdfast.pictures import check_path
+    from holdfast.plan.show import make_console
     from holdfast.simulate.outcome import check_enough, check_systems
-    from holdfast.simulate.plot import check_path
     from holdfast.simulate.prepare import by_planner, by_tables, the_trace
+    from holdfast.simulate.tables import Tables, read_tables
 
     names = check_systems(systems)
     if plot is not None:
         check_path(plot)
-    followed = the_trace(trace)
-    recovery = the_recovery(recovery_ms) if "holdfast" in names else None
-    planned = {"tolerate": tolerate, "devices": devices_per_node, "micro_batches": micro_batches, "memory": memory}
+    planned = {"tolerate": tolerate, "devices": devices_per_node, "micro_batches": micro_batches}
     if tables is not None:
-        refuse(planned, "is for a profile: tables have what was measured")
-        prepared = by_tables(followed, tables, model, recovery=recovery, gbit=gbit, parameters=parameters)
+        refuse({**planned, "memory": memory}, "is for a profile: tables have what was measured")
     else:
         refuse({"parameters": parameters}, "is for tables: a profile knows its own size")
-        prepared = by_planner(followed, model, recovery=recovery, gbit=gbit, **planned)  # type: ignore[arg-type]
+    followed = the_trace(trace)
+    measured = read_tables(tables) if tables is not None else the_profile(model, memory)
+    recovery = the_recovery(recovery_ms) if "holdfast" in names else None
+    warn_if_long(followed, planned=tables is None)
+    if isinstance(measured, Tables):
+        prepared = by_tables(followed, measured, model, recovery=recovery, gbit=gbit, parameters=parameters)
+    else:
+        with make_console(aside=True).status("a plan for each number of nodes ..."):
+            prepared = by_planner(followed, measured, recovery=recovery, gbit=gbit, **planned)
     check_enough(prepared.setting)
     report(prepared, names, plot=plot, as_json=as_json)
 
@@ -81,8 +92,11 @@ def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_js
     from holdfast.simulate.show import show
 
     setting = prepared.setting
-    outcomes = [judge(name, setting) for name in names]
-    ideal = judge("ideal", setting)
+    found = {}
+    for name in dict.fromkeys([*names, "ideal"]):
+        with make_console(aside=True).status(f"{name} along {setting.trace.name} ..."):
+            found[name] = judge(name, setting)
+    outcomes, ideal = [found[name] for name in names], found["ideal"]
     best = ideal.samples_per_s
     sources = {name: text for name, text in prepared.sources.items() if name in names or not name}
     console = make_console(aside=as_json)
@@ -94,6 +108,33 @@ def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_js
         console.print(f"plot: {plot}", markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps(to_json(setting, outcomes, best, sources)))
+
+
+def warn_if_long(trace: Trace, *, planned: bool) -> None:
+    """A word before what takes more than some seconds; a plan takes longer than a look into a table."""
+    changes, most = len(trace.changes), max(trace.counts)
+    if changes * most > (LONG_PLANNED if planned else LONG):
+        each = ", each with a plan" if planned else ""
+        print(f"{changes:,} changes among up to {most:,} nodes{each}: this takes a while", file=sys.stderr, flush=True)
+
+
+def the_profile(model: str, memory: float | None) -> Profile:
+    """The profile in a file, or a made-up one, for devices with so many GB.
+
+    >>> len(the_profile("uniform:96", None).layers)
+    96
+    """
+    from holdfast.cli.plan import the_model, with_memory
+
+    if not model.startswith(MADE_UP):
+        if not Path(model).exists():
+            hint = "give the path of one, uniform:96 for a made-up model, or --tables with the model's name in them"
+            raise UsageError(f"there is no profile {model!r}", hint=hint)
+        return with_memory(the_model(Path(model), None, False), memory)
+    count = model.removeprefix(MADE_UP)
+    if not count.isdecimal():
+        raise UsageError(f"{model!r} names no made-up model", hint="uniform:96 has 96 equal layers")
+    return with_memory(the_model(None, int(count), True), memory)
 
 
 def the_recovery(milliseconds: float | None) -> Recovery:

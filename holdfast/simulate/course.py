@@ -6,7 +6,7 @@ end of a step; of a checkpoint). What was done since the last boundary is lost w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -49,7 +49,7 @@ class Layout:
 class Moment:
     """When something happens: the nodes that are up now, and what the system was doing."""
 
-    live: tuple[str, ...]  # in the order in which they came
+    live: Collection[str]  # in the order in which they came; as of now: copy it to keep it
     lost: tuple[str, ...] = ()
     draws: tuple[float, ...] = ()  # for each lost node a number in [0, 1): where it stood
     paused: bool = False
@@ -135,9 +135,10 @@ class _Course:
         self.since: list[Segment] = []  # since the last boundary
         self.phase = 0.0  # seconds since the last boundary
         self.pending: Reaction | None = None  # for the next boundary
-        self.resumes: float | None = None  # when the pause ends
+        self.paused = 0.0  # when the pause began
+        self.resumes: float | None = None  # when it ends
         self.why = ""
-        self.layout = rules.begin(Moment(live=tuple(self.live), started=False))
+        self.layout = rules.begin(Moment(live=self.live.keys(), started=False))
         self.started = False
 
     # --- time passes ---
@@ -179,7 +180,7 @@ class _Course:
                 end,
                 samples_per_s=share * self.layout.samples_per_s,
                 used=share * used if share < 1 else used,
-                lost=(1 - share) * used if share < 1 else 0,
+                lost=used - share * used if share < 1 else 0,
                 why="training" if share == 1 else "training and saving",
             )
         else:
@@ -218,7 +219,7 @@ class _Course:
         kept: bool = True,
     ) -> None:
         if to > self.now:
-            idle = self.there - used - lost
+            idle = max(self.there - (used + lost), 0)  # rounding may leave a little less than nothing
             segment = Segment(
                 start=self.now, end=to, samples_per_s=samples_per_s, used=used, idle=idle, lost=lost, why=why
             )
@@ -260,12 +261,14 @@ class _Course:
         reaction = self.rules.join(self.layout, self._moment())
         if self.resumes is None:
             self._react(reaction)
-        else:  # who comes during a pause is taken along
+        else:  # who comes during a pause is taken along: what it takes has begun with the pause
             self.layout = reaction.then or reaction.meanwhile or self.layout
+            if reaction.then is not None:
+                self.resumes = max(self.resumes, self.paused + reaction.pause)
 
     def _moment(self, lost: tuple[str, ...] = (), draws: tuple[float, ...] = ()) -> Moment:
         paused = self.resumes is not None
-        return Moment(live=tuple(self.live), lost=lost, draws=draws, paused=paused, started=self.started)
+        return Moment(live=self.live.keys(), lost=lost, draws=draws, paused=paused, started=self.started)
 
     def _react(self, reaction: Reaction) -> None:
         if not reaction.at_boundary:
@@ -281,4 +284,9 @@ class _Course:
     def _stop(self, reaction: Reaction) -> None:
         assert reaction.then is not None
         self.pending, self.layout, self.why = None, reaction.then, reaction.why
-        self.resumes = self.now + reaction.pause if reaction.pause else None
+        if not reaction.pause:
+            self.resumes = None
+            return
+        # A loss during a pause may make it longer, never shorter.
+        self.resumes = max(self.now + reaction.pause, self.resumes or self.now)
+        self.paused = self.now

@@ -22,7 +22,7 @@ from holdfast.simulate.systems.rearranging import (
     varuna,
 )
 from holdfast.simulate.systems.recycle import ReCycle
-from holdfast.simulate.tables import Facts
+from holdfast.simulate.tables import Facts, Speeds
 from holdfast.simulate.trace import Trace
 from holdfast.words import count
 
@@ -142,15 +142,7 @@ def make_rules(system: str, setting: Setting) -> Rules:
     if system == "restart":
         return restart(facts, setting.trace)
     if system == "recycle":
-        return ReCycle(
-            speeds=known(facts, "recycle"),
-            boundary_samples=facts.samples_per_step,
-            on_loss=facts.reconfigure,
-            restart=facts.restart,
-            creation=facts.creation,
-            stages=facts.stages,
-            micro_batches=facts.micro_batches,
-        )
+        return _recycle(facts)
     if system == "bamboo":
         return Bamboo(
             speeds=known(facts, "bamboo"),
@@ -159,8 +151,26 @@ def make_rules(system: str, setting: Setting) -> Rules:
             everybody=facts.global_rendezvous,
             creation=facts.creation,
             depth=facts.depth,
+            waiting_slows=facts.waiting_slows,
         )
-    return varuna(facts) if system == "varuna" else ideal(facts)
+    return varuna(facts) if system == "varuna" else ideal(_best(facts))
+
+
+def _recycle(facts: Facts) -> ReCycle:
+    return ReCycle(
+        speeds=known(facts, "recycle"),
+        boundary_samples=facts.samples_per_step,
+        on_loss=facts.reconfigure,
+        restart=facts.restart,
+        creation=facts.creation,
+        stages=facts.stages,
+        micro_batches=facts.micro_batches,
+    )
+
+
+def _best(facts: Facts) -> Speeds:
+    """Of all systems; ReCycle's with nodes missing is by a formula, not in a table."""
+    return facts.best(*([_recycle(facts).reach()] if facts.speeds["recycle"] is not None else []))
 
 
 def judge(system: str, setting: Setting) -> Outcome:

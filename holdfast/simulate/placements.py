@@ -8,23 +8,34 @@ from itertools import pairwise
 
 from holdfast.simulate.course import Segment
 
-PLACEMENTS = 64
+PLACEMENTS, FEWEST = 64, 8
+DRAWS = 16_000  # in all: of many losses each placement is a mean by itself, so fewer are enough
 
 
-def draws(losses: int, *, placements: int = PLACEMENTS, seed: int = 0) -> list[list[float]]:
+def enough(losses: int) -> int:
+    """How many placements are followed.
+
+    >>> enough(14), enough(1000), enough(1_000_000)
+    (64, 16, 8)
+    """
+    return max(FEWEST, min(PLACEMENTS, DRAWS // max(losses, 1)))
+
+
+def draws(losses: int, *, placements: int | None = None, seed: int = 0) -> list[list[float]]:
     """For each placement, where each lost node stood: a number in [0, 1) per loss.
 
     Over the placements each loss hits every part of the cluster equally often (a Latin hypercube), so few
     placements are enough.
 
     >>> made = draws(3, placements=4)
-    >>> [sorted(column) for column in zip(*made)]
-    [[0.125, 0.375, 0.625, 0.875], [0.125, 0.375, 0.625, 0.875], [0.125, 0.375, 0.625, 0.875]]
+    >>> [sorted(int(4 * draw) for draw in column) for column in zip(*made)]
+    [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     """
+    placements = placements or enough(losses)
     rng = random.Random(seed)
     columns = []
     for _ in range(losses):
-        column = [(number + 0.5) / placements for number in range(placements)]
+        column = [(number + rng.random()) / placements for number in range(placements)]
         rng.shuffle(column)
         columns.append(column)
     return [[column[number] for column in columns] for number in range(placements)]

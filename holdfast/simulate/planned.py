@@ -5,16 +5,13 @@ The one place where the simulator meets the planner.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
-from holdfast.errors import UsageError
 from holdfast.plan.planner import Plan, Shortage, make_plan
-from holdfast.plan.profile import Profile, state_bytes, uniform
+from holdfast.plan.profile import Profile, state_bytes
 from holdfast.plan.template import Template, Templates, make_templates
-from holdfast.simulate.course import Layout
+from holdfast.simulate.course import Layout, Moment, Reaction, follow
 from holdfast.simulate.systems.rearranging import Arrange
 from holdfast.simulate.tables import Facts, Speeds
 from holdfast.simulate.trace import Trace
@@ -25,7 +22,6 @@ LOCAL_RENDEZVOUS, GLOBAL_RENDEZVOUS = 76.0, 30.0
 CHECKPOINT_EVERY = 10
 RESTART = 60.0  # beside reading the checkpoint
 CREATION = 45.0
-MADE_UP = "uniform:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,43 +40,37 @@ class Model:
         made = make_plan(self.templates, nodes, micro_batches=self.micro_batches, held=held)
         return None if isinstance(made, Shortage) else made
 
-    def speed(self, nodes: int) -> float:
-        """Samples per second of our plan for so many nodes."""
+    def planned(self, nodes: int) -> tuple[float, int]:
+        """Samples per second of our plan for so many nodes, and how many of them train."""
         made = self.plan(tuple(f"node{number}" for number in range(nodes)))
-        return self.samples / made.seconds if made else 0.0
+        return (self.samples / made.seconds, len(made.held())) if made else (0.0, 0)
+
+    def grid(self, nodes: int) -> tuple[float, int]:
+        """The same of the fastest equal pipelines."""
+        if nodes < self.templates.minimum:
+            return 0.0, 0
+        depth = self.best_depth(nodes)
+        return self.grid_speed(nodes // depth, self.templates.by_nodes[depth]), nodes // depth * depth
 
     def grid_speed(self, pipelines: int, template: Template) -> float:
         """Samples per second of equal pipelines."""
-        return self.samples / template.seconds(-(-self.micro_batches // pipelines)) if pipelines else 0.0
+        if not pipelines:
+            return 0.0
+        # A single pipeline has nobody to sum its gradients with.
+        return self.samples / template.seconds(-(-self.micro_batches // pipelines), alone=pipelines == 1)
 
-    def best_depth(self, nodes: int, *, fewest: int = 1) -> int:
-        """The pipelines' size in the fastest grid of equal pipelines; if there is a choice, not fewer nodes."""
-        sizes = [size for size in self.templates.by_nodes if size <= max(nodes, self.templates.minimum)]
-        sizes = [size for size in sizes if size >= fewest] or sizes
-        return max(sizes, key=lambda size: self.grid_speed(nodes // size, self.templates.by_nodes[size]))
+    def best_depth(self, nodes: int, sizes: Collection[int] | None = None) -> int:
+        """The pipelines' size in the fastest grid of equal pipelines; ``sizes``: which there are to choose from."""
+        sizes = sizes or self.templates.by_nodes
+        possible = [size for size in sizes if size <= max(nodes, min(sizes))]
+        return max(possible, key=lambda size: self.grid_speed(nodes // size, self.templates.by_nodes[size]))
 
-
-def read_model(text: str) -> Profile:
-    """The profile that ``--model`` names.
-
-    >>> len(read_model("uniform:96").layers)
-    96
-    """
-    if text.startswith(MADE_UP):
-        count = text.removeprefix(MADE_UP)
-        if not count.isdecimal():
-            raise UsageError(f"{text!r} names no made-up model", hint="uniform:96 has 96 equal layers")
-        return uniform(int(count))
-    try:
-        document = json.loads(Path(text).read_text())
-    except OSError as e:
-        raise UsageError(
-            f"there is no profile {text!r}",
-            hint="give the path of one, uniform:96 for a made-up model, or --tables with the model's name in them",
-        ) from e
-    except ValueError as e:
-        raise UsageError(f"the profile {text} is not JSON: {e}", hint="make one: holdfast profile train.py") from e
-    return Profile.from_json(document)
+    def redundant_depth(self, nodes: int) -> int | None:
+        """The same for Bamboo: somebody has to be the predecessor, with the memory for two. None: nobody has."""
+        memory, by_nodes = self.templates.profile.memory, self.templates.by_nodes
+        sizes = [size for size in by_nodes if size > 1] or list(by_nodes)
+        fit = [s for s in sizes if memory is None or 2 * max(stage.bytes for stage in by_nodes[s].stages) <= memory]
+        return self.best_depth(nodes, fit) if fit else None
 
 
 def make_model(
@@ -90,13 +80,8 @@ def make_model(
     tolerate: int = 1,
     devices: int = 1,
     micro_batches: int | None = None,
-    memory: float | None = None,
 ) -> Model:
     """Templates for the most nodes that the trace ever has; by default 4 micro-batches for each of their devices."""
-    if memory is not None:
-        if not memory > 0:
-            raise UsageError(f"a device with {memory:g} GB of memory cannot hold a layer")
-        profile = replace(profile, memory=int(memory * 1e9))
     most = max(trace.counts)
     templates = make_templates(profile, nodes=most, tolerate=tolerate, devices=devices)
     return Model(templates=templates, micro_batches=micro_batches or 4 * most * devices)
@@ -105,9 +90,10 @@ def make_model(
 def make_facts(model: Model, trace: Trace) -> Facts:
     """As a tables file would have them: throughput by our cost model, the rest assumed."""
     templates, profile = model.templates, model.templates.profile
-    counts = _live_counts(trace, CREATION)
-    depth = model.best_depth(len(trace.nodes))
-    redundant = model.best_depth(len(trace.nodes), fewest=2)  # Bamboo: somebody has to be the predecessor
+    counts = live_counts(trace, CREATION)
+    usual = usual_nodes(trace)
+    depth = model.best_depth(usual)
+    redundant = model.redundant_depth(usual)
     shape = templates.by_nodes[depth]
     everything = state_bytes(profile.layers, range(len(profile.layers)))
     moving = everything / profile.between.bandwidth
@@ -115,10 +101,10 @@ def make_facts(model: Model, trace: Trace) -> Facts:
         model=profile.model,
         samples_per_step=model.samples,
         speeds={
-            "oobleck": Speeds({count: model.speed(count) for count in counts}),
-            "varuna": Speeds({count: _best_grid(model, count) for count in counts}),
+            "oobleck": _speeds(model.planned, counts),
+            "varuna": _speeds(model.grid, counts),
             "recycle": Speeds({n * depth: model.grid_speed(n, shape) for n in range(1, max(counts) // depth + 1)}),
-            "bamboo": _bamboo(model, templates.by_nodes[redundant], counts),
+            "bamboo": _bamboo(model, templates.by_nodes[redundant], counts) if redundant else None,
         },
         reconfigure=RECONFIGURE,
         local_rendezvous=LOCAL_RENDEZVOUS,
@@ -129,7 +115,8 @@ def make_facts(model: Model, trace: Trace) -> Facts:
         restart=RESTART + moving,
         creation=CREATION,
         state_bytes=everything,
-        depth=redundant,
+        depth=redundant or depth,
+        waiting_slows=False,
         stages=depth,
         micro_batches=model.micro_batches,
     )
@@ -161,28 +148,52 @@ def _lacking(profile: Profile, needed: range, held: range) -> int:
     return sum(profile.layers[layer].state_bytes for layer in needed if layer not in held)
 
 
-def _live_counts(trace: Trace, creation: float) -> list[int]:
-    """The numbers of nodes that may be up: added ones come up later."""
-    added = [replace(change, lost=(), time=change.time + creation) for change in trace.changes if change.added]
-    lost = [replace(change, added=()) for change in trace.changes if change.lost]
-    late = replace(trace, changes=tuple(sorted([*added, *lost], key=lambda change: change.time)))
-    return sorted({*trace.counts, *(count for count in late.counts if count > 0)})
+def usual_nodes(trace: Trace) -> int:
+    """The nodes there are on average: what somebody who chooses pipelines once and for all goes by."""
+    return round(3600 * trace.node_hours / trace.seconds)
 
 
-def _best_grid(model: Model, nodes: int) -> float:
-    templates = model.templates
-    if nodes < templates.minimum:
-        return 0.0
-    depth = model.best_depth(nodes)
-    return model.grid_speed(nodes // depth, templates.by_nodes[depth])
+def live_counts(trace: Trace, creation: float) -> list[int]:
+    """The numbers of nodes that are ever up, be it at once (the ideal) or so many seconds after they are added."""
+    counting = _Counting(creation=creation)
+    follow(trace, counting)
+    return sorted({*trace.counts, *counting.seen})
 
 
-def _bamboo(model: Model, shape: Template, counts: Iterable[int]) -> Speeds | None:
-    """Each node also computes its successor's forward, and holds its layers beside its own."""
-    profile = model.templates.profile
-    if profile.memory is not None and 2 * max(stage.bytes for stage in shape.stages) > profile.memory:
-        return None
-    forward = sum(layer.forward for layer in profile.layers)
-    backward = sum(layer.backward for layer in profile.layers)
+@dataclass(kw_only=True)
+class _Counting:
+    """A system that only counts who is up."""
+
+    creation: float
+    boundary_samples: float = 0.0
+    boundary_seconds: float = 0.0
+    seen: set[int] = field(default_factory=set)
+
+    def begin(self, moment: Moment) -> Layout:
+        self.seen.add(len(moment.live))
+        return Layout(samples_per_s=0.0, used=0)
+
+    def lose(self, layout: Layout, moment: Moment) -> Reaction:
+        return Reaction(then=self.begin(moment))
+
+    join = lose
+
+
+def _speeds(at: Callable[[int], tuple[float, int]], counts: Iterable[int]) -> Speeds:
+    found = {count: at(count) for count in counts}
+    return Speeds(
+        {count: speed for count, (speed, _) in found.items()}, {count: used for count, (_, used) in found.items()}
+    )
+
+
+def _bamboo(model: Model, shape: Template, counts: Iterable[int]) -> Speeds:
+    """Each node also computes its successor's forward."""
+    layers = model.templates.profile.layers
+    forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
     slower = (2 * forward + backward) / (forward + backward)
-    return Speeds({count: model.grid_speed(count // shape.nodes, shape) / slower for count in counts})
+
+    def at(count: int) -> tuple[float, int]:
+        pipelines = count // shape.nodes
+        return model.grid_speed(pipelines, shape) / slower, pipelines * shape.nodes
+
+    return _speeds(at, counts)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError
 from holdfast.simulate.outcome import Outcome
 from holdfast.simulate.trace import Trace
 
@@ -16,14 +16,6 @@ if TYPE_CHECKING:
 BINS = 400  # stretches of time: what lasts shorter shows as a dent
 LONGEST = 110  # letters of a line above
 OURS, OTHERS, IDEAL, NODES = "#d62839", "#3a6ea5", "#dfe4ea", "#9aa5b1"
-
-
-def check_path(path: Path) -> None:
-    """Before any work is done for it."""
-    if path.suffix not in (".png", ".svg"):
-        raise UsageError(f"{path} is neither a .png nor a .svg", hint="name the plot so")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {path.absolute().parent} for the plot")
 
 
 def plot(path: Path, trace: Trace, model: str, outcomes: Sequence[Outcome], ideal: Outcome) -> None:
@@ -51,8 +43,12 @@ def plot(path: Path, trace: Trace, model: str, outcomes: Sequence[Outcome], idea
         panels[0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.97), fontsize=10)
         figure.suptitle(_title(trace, model, outcomes), fontsize=10.5, x=0.01, ha="left")
         figure.supylabel("throughput (samples/s)", fontsize=11)
-        figure.savefig(path)
-        plt.close(figure)
+        try:
+            figure.savefig(path)
+        except OSError as e:  # a full disk, say: the folder has been tried before
+            raise HoldfastError(f"the plot {path} cannot be written: {e.strerror or e}") from e
+        finally:
+            plt.close(figure)
 
 
 def _title(trace: Trace, model: str, outcomes: Sequence[Outcome]) -> str:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.errors import UsageError
+from holdfast.plan.profile import Profile
 from holdfast.simulate.outcome import Setting
-from holdfast.simulate.placements import PLACEMENTS
+from holdfast.simulate.placements import enough
 from holdfast.simulate.recovery import Recovery
 from holdfast.simulate.synthetic import PREFIX, Synthetic
-from holdfast.simulate.tables import STATE_BYTES, Facts, read_tables
+from holdfast.simulate.systems.rearranging import saving
+from holdfast.simulate.tables import STATE_BYTES, Facts, Tables
 from holdfast.simulate.trace import Trace, read_trace
 
 GBIT = 10.0  # of a node's link, where nobody says
@@ -49,7 +51,7 @@ def bytes_per_second(gbit: float | None, default: float) -> float:
 
 def by_tables(
     trace: Trace,
-    tables: Path,
+    tables: Tables,
     model: str,
     *,
     recovery: Recovery | None,
@@ -57,13 +59,12 @@ def by_tables(
     parameters: float | None = None,
 ) -> Prepared:
     """Measured throughput and times."""
-    read = read_tables(tables)
-    facts = read.facts(model)
+    facts = tables.facts(model)
     if parameters is not None:
         facts = replace(facts, state_bytes=STATE_BYTES * parameters)
     bandwidth = bytes_per_second(gbit, bytes_per_second(GBIT, 0))
     setting = Setting(trace=trace, facts=facts, recovery=recovery.seconds if recovery else 0.0, bandwidth=bandwidth)
-    measured = f"throughput by nodes and all times are those of the tables ({read.source or tables})"
+    measured = f"throughput by nodes and all times are those of the tables ({tables.source})"
     return Prepared(
         setting=setting,
         sources={
@@ -72,18 +73,22 @@ def by_tables(
             f"makes the same templates; {_moving(setting)}",
             "oobleck": measured,
             "varuna": measured,
-            "bamboo": f"the tables' throughput and times; {_placed()}" + _effective(facts),
+            "bamboo": "the tables' throughput and times; as in the published simulation, pipelines have "
+            f"{facts.depth} nodes, and the loss of a waiting one slows all steps; {_placed(trace)}" + _effective(facts),
             "recycle": f"assumed: fault-free throughput and reconfiguring as Oobleck's, restarts as Varuna's, "
             f"pipelines of {facts.stages} stages, {facts.micro_batches} micro-batches a step",
-            "restart": "assumed: Varuna's throughput, saving and restarting; it saves as often as Young and Daly "
-            "advise for this very trace",
-            "ideal": "at any moment the best throughput in the tables; changes cost nothing",
+            "restart": f"assumed: Varuna's throughput, saving and restarting{_saving(facts, trace)}",
+            "ideal": "at any moment the best throughput in the tables, or by ReCycle's formula; changes cost nothing",
         },
     )
 
 
-def _placed() -> str:
-    return f"the mean over {PLACEMENTS} placements, since a trace does not tell who stands where"
+def _placed(trace: Trace) -> str:
+    return f"the mean over {enough(trace.losses)} placements, since a trace does not tell who stands where"
+
+
+def _saving(facts: Facts, trace: Trace) -> str:
+    return f"; {saving(facts, trace).reason}" if facts.speeds["varuna"] is not None else ""
 
 
 def _effective(facts: Facts) -> str:
@@ -104,19 +109,17 @@ def _moving(setting: Setting) -> str:
 
 def by_planner(
     trace: Trace,
-    model: str,
+    profile: Profile,
     *,
     recovery: Recovery | None,
     gbit: float | None = None,
     tolerate: int | None = None,
     devices: int | None = None,
     micro_batches: int | None = None,
-    memory: float | None = None,
 ) -> Prepared:
     """What our cost model says of a profile; times that nobody measured are assumed."""
     from holdfast.simulate import planned
 
-    profile = planned.read_model(model)
     link = replace(profile.between, bandwidth=bytes_per_second(gbit, profile.between.bandwidth))
     made = planned.make_model(
         replace(profile, between=link),
@@ -124,7 +127,6 @@ def by_planner(
         tolerate=1 if tolerate is None else tolerate,
         devices=devices or 1,
         micro_batches=micro_batches,
-        memory=memory,
     )
     facts = planned.make_facts(made, trace)
     setting = Setting(
@@ -148,8 +150,11 @@ def _planned_sources(facts: Facts, setting: Setting, recovery: Recovery | None, 
         "varuna": f"assumed: the fastest equal pipelines, saves of {facts.checkpoint:.3g} s every "
         f"{facts.checkpoint_every} steps, restarts of {facts.restart:.3g} s",
         "bamboo": f"assumed: pipelines of {facts.depth}, every forward twice, rendezvous of "
-        f"{facts.local_rendezvous:g} s; {_placed()}",
-        "recycle": f"assumed: pipelines of {facts.stages}, rerouting in {facts.reconfigure:g} s",
-        "restart": "assumed: as varuna; it saves as often as Young and Daly advise for this very trace",
+        f"{facts.local_rendezvous:g} s, nothing for the loss of a waiting node; {_placed(setting.trace)}"
+        if facts.speeds["bamboo"] is not None
+        else "assumed: every forward twice, with twice the memory",
+        "recycle": f"assumed: pipelines of {facts.stages}, the fastest for the nodes there are on average, "
+        f"rerouting in {facts.reconfigure:g} s",
+        "restart": f"assumed: as varuna{_saving(facts, setting.trace)}",
         "ideal": "at any moment the best throughput of all; changes cost nothing",
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 
 BENCH = Path(".bench")  # where `holdfast bench` writes
 WORKERS, KILLS = 3, 3
@@ -42,28 +42,45 @@ def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
     found = _from_file(raced, "holdfast bench recovery") or _from_file(own, "holdfast simulate")
     if found is not None:
         return found
+    _check_writable(own)
     say(f"measuring recovery on this machine: {KILLS} times {WORKERS} workers, one killed (once; some seconds)")
     times = _kill(say)
     row = {"beyond_redone_step_ms": {"median": statistics.median(times), "low": min(times), "high": max(times)}}
-    bench.mkdir(exist_ok=True)
-    own.write_text(json.dumps({"results": {"holdfast-exact": row}}, indent=1))
+    own.write_text(json.dumps({"workers": WORKERS, "results": {"holdfast-exact": row}}, indent=1))
     again = _from_file(own, "holdfast simulate")
     assert again is not None
     return again
 
 
+def _check_writable(path: Path) -> None:
+    """Before anybody is killed."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    except OSError as e:
+        raise UsageError(
+            f"recovery cannot be measured here: {path} cannot be written ({e.strerror or e})",
+            hint="give it with --recovery-ms, or go to another folder",
+        ) from e
+
+
 def _from_file(path: Path, by: str) -> Recovery | None:
     try:
-        row = json.loads(path.read_text())["results"]["holdfast-exact"]["beyond_redone_step_ms"]
+        document = json.loads(path.read_text())
+        row = document["results"]["holdfast-exact"]["beyond_redone_step_ms"]
+        workers = document.get("workers")
         median, low, high = float(row["median"]), float(row["low"]), float(row["high"])
         date = datetime.fromtimestamp(path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # no such file, or another bench's: it is measured anew
+    # A median below zero is noise of a shared machine: nothing takes less than no time.
+    used = max(median, 0.0)
+    found = f"median {median:.0f}, " if median < 0 else ""
+    several = f"{workers} workers" if isinstance(workers, int) else "a few workers"
     return Recovery(
-        # A median below zero is noise of a shared machine: nothing takes less than no time.
-        seconds=max(median, 0.0) / 1000,
-        source=f"{median:.0f} ms ({low:.0f} to {high:.0f}) beyond the step that is done again, measured on this "
-        f"machine by {by} on {date:%Y-%m-%d} ({path}): {WORKERS} workers with a small model, one killed",
+        seconds=used / 1000,
+        source=f"{used:.0f} ms ({found}{low:.0f} to {high:.0f}) beyond the step that is done again, measured on this "
+        f"machine by {by} on {date:%Y-%m-%d} ({path}): {several} with a small model, one killed",
     )
 
 

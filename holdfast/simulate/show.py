@@ -16,8 +16,10 @@ from holdfast.words import count
 def show(console: Console, trace: Trace, model: str, outcomes: Sequence[Outcome], *, best: float) -> None:
     """The table: a row for each system."""
     fewest, most = min(trace.counts), max(trace.counts)
-    nodes = count(most, "node") if fewest == most else f"{fewest} to {count(most, 'node')}"
-    title = f"{model} along {trace.name}: {nodes}, {trace.seconds / 3600:.4g} hours, {count(trace.losses, 'node')} lost"
+    nodes = count(most, "node") if fewest == most else f"{fewest:,} to {count(most, 'node')}"
+    title = (
+        f"{model} along {trace.name}: {nodes}, {_duration(trace.seconds / 3600)}, {count(trace.losses, 'node')} lost"
+    )
     console.print(title, style="bold", markup=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("system", no_wrap=True)
@@ -35,6 +37,15 @@ def _row(outcome: Outcome, best: float) -> list[str]:
     ratio = f"{outcome.samples_per_s / best:.1%}" if best else ""
     hours = [_hours(value) for value in (outcome.used, outcome.idle, outcome.lost)]
     return [outcome.system, f"{outcome.samples_per_s:.4g}", ratio, *hours, outcome.note]
+
+
+def _duration(hours: float) -> str:
+    """In hours.
+
+    >>> _duration(1.0), _duration(240.0), _duration(2.505)
+    ('1 hour', '240 hours', '2.505 hours')
+    """
+    return count(int(hours), "hour") if hours == int(hours) else f"{hours:.4g} hours"
 
 
 def _hours(value: float) -> str:

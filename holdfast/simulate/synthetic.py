@@ -15,7 +15,7 @@ from holdfast.simulate.trace import Trace, grouped
 
 PREFIX = "synthetic:"
 EXAMPLE = "synthetic:nodes=30,mtbf=10d,joins=30m,burst=4,burst_every=12h,hours=24,seed=0"
-MOST_NODES, MOST_MOVES = 100_000, 200_000
+MOST_NODES, MOST_MOVES = 4_000, 20_000  # what is followed within half a minute
 DURATIONS = ("mtbf", "joins", "burst_every")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -96,7 +96,7 @@ burst_every, hours, seed)
             if mean is not None:
                 moves += 1
                 if moves > MOST_MOVES:
-                    raise UsageError(f"the synthetic trace has more than {MOST_MOVES} events", hint="a longer mtbf")
+                    raise UsageError(f"more than {MOST_MOVES} events take minutes to follow", hint="a longer mtbf")
                 heappush(queue, (time + rng.expovariate(1 / mean), moves, what))
 
         def add(time: float) -> tuple[float, bool, str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +34,34 @@ class Speeds:
     """Samples per second by the number of nodes, as far as it is known.
 
     More nodes than were ever measured: those beyond wait. Fewer: nobody knows, so nothing is trained.
+    ``used`` has how many of them train, where it is known that some do not.
 
-    >>> speeds = Speeds({2: 10.0, 4: 19.0})
-    >>> speeds.at(5), speeds.at(3), speeds.at(1)
-    ((19.0, 4), (10.0, 2), (0.0, 0))
+    >>> speeds = Speeds({2: 10.0, 4: 19.0, 7: 25.0}, used={7: 6})
+    >>> speeds.at(9), speeds.at(5), speeds.at(3), speeds.at(1)
+    ((25.0, 6), (19.0, 4), (10.0, 2), (0.0, 0))
     """
 
     by_nodes: Mapping[int, float]
+    used: Mapping[int, int] = field(default_factory=dict)
 
     def at(self, nodes: int) -> tuple[float, int]:
         """Samples per second with so many nodes, and how many of them train."""
-        known = max((count for count in self.by_nodes if count <= nodes), default=None)
-        if known is None or not self.by_nodes[known]:
+        place = bisect_right(self._counts, nodes)
+        known = self._counts[place - 1] if place else 0
+        if not self.by_nodes.get(known):
             return 0.0, 0
-        return self.by_nodes[known], known
+        return self.by_nodes[known], self.used.get(known, known)
 
-    @property
+    @cached_property
+    def _counts(self) -> list[int]:
+        return sorted(self.by_nodes)
+
+    @cached_property
     def fewest(self) -> int:
         """The fewest nodes that train at all."""
         return min((count for count, speed in self.by_nodes.items() if speed), default=0)
 
-    @property
+    @cached_property
     def most(self) -> int:
         return max(self.by_nodes)
 
@@ -74,23 +83,30 @@ class Facts:
     creation: float  # until an added node is up
     state_bytes: float  # of the whole model, with the optimizer's; nan: not known
     depth: int = 12  # of Bamboo's pipelines: the published simulation's, though the tables step at multiples of 6
+    waiting_slows: bool = True  # Bamboo, when a waiting node is lost: the published simulation's, too
     stages: int = 6  # of a pipeline, for holdfast's moved bytes and ReCycle's grid: assumed
     micro_batches: int = 120  # of a step, for ReCycle: assumed, 4 for each of 30 nodes
 
-    def best(self) -> Speeds:
-        """The most that any of the systems makes of so many nodes or fewer.
+    def best(self, *more: Speeds) -> Speeds:
+        """The most that any of the systems, or of ``more``, makes of so many nodes or fewer.
 
         >>> from holdfast.simulate.tables import example
-        >>> example().best().by_nodes
-        {2: 8.0, 3: 8.0, 4: 20.0}
+        >>> example().best()
+        Speeds(by_nodes={2: 8.0, 3: 8.0, 4: 20.0}, used={2: 2, 3: 2, 4: 4})
         """
-        known = [speeds for speeds in self.speeds.values() if speeds is not None]
+        known = [*more, *(speeds for speeds in self.speeds.values() if speeds is not None)]
         counts = sorted({count for speeds in known for count in speeds.by_nodes})
-        best: dict[int, float] = {}
+        found: dict[int, tuple[float, int]] = {}
+        most, train = 0.0, 0
         for count in counts:
-            here = max(speeds.by_nodes.get(count, 0.0) for speeds in known)
-            best[count] = max([here, *best.values()])
-        return Speeds(best)
+            # Of those that are equally fast, the one with the fewest nodes.
+            speed, nodes = max((speeds.at(count) for speeds in known), key=lambda at: (at[0], -at[1]))
+            if speed > most:
+                most, train = speed, nodes
+            found[count] = most, train
+        return Speeds(
+            {count: speed for count, (speed, _) in found.items()}, {count: nodes for count, (_, nodes) in found.items()}
+        )
 
 
 def example() -> Facts:
@@ -145,14 +161,14 @@ def read_tables(path: Path) -> Tables:
     except (OSError, ValueError) as e:
         raise UsageError(f"the tables file {path} cannot be read: {e}") from e
     try:
-        return parse_tables(document)
+        return parse_tables(document, source=str(path))
     except KeyError as e:
         raise UsageError(f"the tables file {path} has no {e.args[0]!r} where one belongs") from e
     except (AttributeError, TypeError, ValueError) as e:
         raise UsageError(f"the tables file {path} has not the shape of tables: {e}") from e
 
 
-def parse_tables(document: Any) -> Tables:
+def parse_tables(document: Any, *, source: str = "") -> Tables:
     """The same of what was read; raises KeyError, TypeError or ValueError for what is not tables."""
     by_system = document["samples_per_s_by_nodes"]
     models = list(document["samples_per_step"])
@@ -169,7 +185,7 @@ def parse_tables(document: Any) -> Tables:
         if name in MEASURED
     }
     return Tables(
-        source=str(document.get("source", "")),
+        source=str(document.get("source", source)),
         models={model: _facts(document, model, speeds[model]) for model in models},
         published=published,
     )

@@ -110,17 +110,22 @@ def parse_trace(text: str, *, name: str) -> Trace:
 
 
 def grouped(
-    moves: Iterable[tuple[float, bool, str]], *, name: str, end: float | None = None, notes: tuple[str, ...] = ()
+    moves: Iterable[tuple[float, bool, str]],
+    *,
+    name: str,
+    start: float | None = None,
+    end: float | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Trace:
     """A trace of single moves (time, added or lost, node) in the order of time.
 
-    Who is added at the first moment is there from the start. A node that comes and goes in one and the same
-    moment was never there.
+    Who is added at the first moment, or at ``start``, is there from the start. A node that comes and goes in one
+    and the same moment was never there.
 
     >>> grouped([(0, True, "a"), (0, True, "b"), (5, False, "a"), (9, True, "c")], name="t").nodes
     ('a', 'b')
     """
-    times: dict[float, tuple[list[str], list[str]]] = {}
+    times: dict[float, tuple[list[str], list[str]]] = {} if start is None else {start: ([], [])}
     for time, is_added, node in moves:
         lost, added = times.setdefault(time, ([], []))
         if is_added:
@@ -129,16 +134,16 @@ def grouped(
             added.remove(node)
         else:
             lost.append(node)
-    start = min(times)
+    first = min(times)
     changes = [
         Change(time=time, lost=tuple(lost), added=tuple(added))
         for time, (lost, added) in times.items()
-        if time > start and (lost or added)
+        if time > first and (lost or added)
     ]
     last = max(times) if end is None else end
-    if last <= start:
+    if last <= first:
         raise UsageError(f"the trace {name} ends when it begins", hint="it takes a second moment, be it a last line")
-    return Trace(name=name, start=start, end=last, nodes=tuple(times[start][1]), changes=tuple(changes), notes=notes)
+    return Trace(name=name, start=first, end=last, nodes=tuple(times[first][1]), changes=tuple(changes), notes=notes)
 
 
 # --- milliseconds, add or remove, node ------------------------------------------------------------
@@ -205,7 +210,7 @@ def _from_counts(rows: list[tuple[int, list[str]]], name: str) -> Trace:
     if not moves:
         raise UsageError(f"the trace {name} never has a node")
     end = (last - first).total_seconds()
-    return grouped(moves, name=name, end=end, notes=tuple(note for note in notes if note))
+    return grouped(moves, name=name, start=0.0, end=end, notes=tuple(note for note in notes if note))
 
 
 def _moves(readings: list[tuple[float, int]]) -> Iterator[tuple[float, bool, str]]:

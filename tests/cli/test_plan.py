@@ -126,7 +126,7 @@ MISUSES = [
     ([*MADE_UP, "--nodes", 30, "--micro-batches", 1], "the nearest number that can be shared is 3"),
     ([*MADE_UP, "--nodes", 4, "--micro-batches", 8, "--global-batch", 8], "say the same twice"),
     ([*MADE_UP, "--nodes", 4, "--picture", "plan.pdf"], "neither .png nor .svg"),
-    ([*MADE_UP, "--nodes", 4, "--picture", "missing/plan.png"], "there is no folder missing"),
+    ([*MADE_UP, "--nodes", 4, "--picture", "missing/plan.png"], "there is no folder"),
     (["--profile", "missing.json", "--nodes", 4], "cannot read the profile missing.json"),
     (["--profile", ".", "--nodes", 4], "cannot read the profile"),
 ]

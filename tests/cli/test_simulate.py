@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.plan.profile import uniform
 from holdfast.simulate.outcome import SYSTEMS
 from tests.cli.conftest import Call, Said
 from tests.simulate.given import TABLES, TRACES, needs_tables
@@ -105,8 +106,9 @@ def test_the_plot(holdfast, small: list[str], tmp_path: Path, ending: str) -> No
         ({"--trace": "synthetic:nodes=1,hours=1"}, "has at most 1 node, and m was measured with 2 to 3"),
         ({"--trace": "synthetic:nodes=3,mtbf=6"}, "mtbf=6 is not a duration"),
         ({"--gbit": "0"}, "a link of 0 Gbit/s moves nothing"),
-        ({"--plot": "plot.jpg"}, "plot.jpg is neither a .png nor a .svg"),
+        ({"--plot": "plot.jpg"}, "plot.jpg is neither .png nor .svg"),
         ({"--plot": "no/such/folder/plot.png"}, "there is no folder"),
+        ({"--plot": "/dev/null/plot.png"}, "there is no folder /dev/null for the picture"),
         ({"--tolerate": "1"}, "--tolerate is for a profile"),
         ({"--devices-per-node": "8"}, "--devices-per-node is for a profile"),
         ({"--tables": "nowhere.json"}, "there is no tables file nowhere.json"),
@@ -118,6 +120,73 @@ def test_bad_input_gets_a_sentence(holdfast, small: list[str], changed: dict[str
     assert heard.code == 2
     assert said in heard.err
     assert len(heard.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "said"),
+    [
+        ("uniform:", "2", "'uniform:' names no made-up model"),
+        ("uniform:0", "2", "a model of 0 layers"),
+        ("GPT-2", "2", "there is no profile 'GPT-2' (give the path of one, uniform:96"),
+        ("uniform:12", "inf", "inf GB"),
+        ("uniform:12", "1e300", "1e+300 GB"),
+        ("uniform:12", "nan", "nan GB"),
+        ("uniform:12", "-1", "-1 GB"),
+    ],
+)
+def test_bad_models_get_a_sentence(holdfast, model: str, memory: str, said: str) -> None:
+    heard = holdfast("--trace", "synthetic:nodes=4,hours=1", "--model", model, "--memory", memory)
+    assert heard.code == 2
+    assert said in heard.err
+    assert len(heard.err.splitlines()) == 1
+
+
+def test_a_profile_in_a_file(holdfast, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    asked = ["--trace", "synthetic:nodes=4,hours=1", "--model", path, "--systems", "ideal"]
+    path.write_text(json.dumps({**uniform(4).to_json(), "model": "mine"}))
+    assert "mine along" in holdfast(*asked).out
+    assert "1 hour," in holdfast(*asked).out
+    path.write_text("{")
+    assert "is not JSON" in holdfast(*asked).err
+
+
+def test_a_plot_that_cannot_be_written_is_known_before_the_work(holdfast, small: list[str], tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    said = holdfast(*small, "--plot", tmp_path / "folder.png")
+    assert (said.code, said.out) == (2, "")
+    assert "folder.png cannot be written: Is a directory" in said.err
+    assert len(said.err.splitlines()) == 1
+    assert holdfast(*small, "--plot", tmp_path / "new.png", "--model", "x").code == 2
+    assert not (tmp_path / "new.png").exists()  # the trial leaves nothing
+
+
+def test_without_a_folder_to_measure_in(holdfast, small: list[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".bench").touch()
+    said = holdfast(*small, recovery="")
+    assert said.code == 2
+    assert "recovery cannot be measured here" in said.err
+    assert "--recovery-ms" in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_what_takes_a_while_is_said(holdfast) -> None:
+    asked = ["--model", "uniform:4", "--systems", "ideal"]
+    long = holdfast("--trace", "synthetic:nodes=60,mtbf=2h,joins=2m,hours=24", *asked)
+    assert "nodes, each with a plan: this takes a while" in long.err
+    assert "takes a while" not in holdfast("--trace", "synthetic:nodes=10,mtbf=2d,hours=24", *asked).err
+
+
+def test_sources_say_whose_rules_bamboo_follows(holdfast, small: list[str]) -> None:
+    by_tables = holdfast(*small, "--json").json["systems"]
+    assert "as in the published simulation, pipelines have 12 nodes" in by_tables["bamboo"]["source"]
+    assert "the loss of a waiting one slows all steps" in by_tables["bamboo"]["source"]
+    assert "as Young and Daly advise" in by_tables["restart"]["source"]
+    asked = ["--trace", "synthetic:nodes=4,hours=1", "--model", "uniform:4", "--json"]
+    planned = holdfast(*asked).json["systems"]
+    assert "nothing for the loss of a waiting node" in planned["bamboo"]["source"]
+    assert "nothing is lost: it saves every" in planned["restart"]["source"]
 
 
 def test_parameters_are_for_tables(holdfast) -> None:

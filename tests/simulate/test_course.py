@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.simulate.course import Segment, follow
 from holdfast.simulate.outcome import PLACED, SYSTEMS, Outcome, Setting, judge, make_rules
 from holdfast.simulate.placements import draws
+from holdfast.simulate.systems.rearranging import saving
 from holdfast.simulate.tables import Facts, Speeds
 from holdfast.simulate.trace import Change, Trace
 from tests.simulate.given import traces
@@ -60,7 +61,7 @@ def test_every_node_is_accounted_for_at_every_moment(system: str, trace: Trace, 
     assert found[-1].end == trace.end
     assert all(before.end == after.start for before, after in pairwise(found))
     for segment in found:
-        assert min(segment.samples_per_s, segment.used, segment.idle, segment.lost) >= -1e-9
+        assert min(segment.samples_per_s, segment.used, segment.idle, segment.lost) >= 0
         assert bool(segment.samples_per_s) == bool(segment.used)
     for start, end, count in trace.spans():
         for segment in found:
@@ -78,8 +79,7 @@ def test_the_mean_over_placements_keeps_the_hours_and_nobody_beats_the_ideal(tra
     for system in SYSTEMS:
         outcome = judge(system, setting(trace))
         assert math.isclose(outcome.used + outcome.idle + outcome.lost, trace.node_hours, abs_tol=1e-9)
-        if system != "recycle":  # its throughput with losses is by a formula, not by a table
-            assert outcome.samples_per_s <= best * (1 + 1e-9)
+        assert outcome.samples_per_s <= best * (1 + 1e-9), system
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -130,6 +130,42 @@ def test_a_join_waits_until_it_is_up_and_for_the_end_of_the_step() -> None:
     assert (pause.start, pause.end) == (50.0, 54.0)  # up at 46 s, in a step that ends at 50 s
     assert not any(part.why == "done again" for part in found)
     assert {part.idle for part in found if part.start >= 1.0 and part.end <= 50.0} == {1}
+
+
+def test_a_join_is_sent_layers() -> None:
+    """A node of the tables' models is sent one of 3 stages of 6 GB at 10 Gbit/s: 1.6 s, beside the recovery."""
+    names = tuple(f"n{number}" for number in range(9))
+    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(Change(time=1.0, added=("new",)),))
+    found = follow(trace, make_rules("holdfast", setting(trace)))
+    assert sum(part.seconds for part in found if part.why == "recovering") == pytest.approx(1.6 + 0.04)
+
+
+def test_restart_has_the_whole_restart_and_varuna_less_a_checkpoint() -> None:
+    names = tuple(f"n{number}" for number in range(10))
+    trace = Trace(name="t", start=0.0, end=900.0, nodes=names, changes=(Change(time=32.0, lost=("n3",)),))
+    for system, seconds in (("restart", 80.0), ("varuna", 73.0)):
+        found = follow(trace, make_rules(system, setting(trace)))
+        assert sum(part.seconds for part in found if part.why == "restarting") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("between", "steps"), [(1.0, 1), (14.2, 2), (20.5, 2), (21.5, 3), (1e6, 535)])
+def test_restart_saves_as_often_as_is_best(between: float, steps: int) -> None:
+    """Steps of 7 s and saves of 7 s; what Young advises becomes 2 if it is 2.01 or 2.42, and 3 if it is 2.48."""
+    facts = replace(FACTS, speeds={**FACTS.speeds, "varuna": Speeds({10: 100 / 7})})
+    change = Change(time=between / 2, lost=("n0",))
+    trace = Trace(name="t", start=0.0, end=between, nodes=("n0",), changes=(change,))
+    assert trace.between_losses == between
+    found = saving(facts, trace)
+    assert found.steps == steps
+    assert f"every {steps} step" in found.reason
+
+
+def test_restart_where_nothing_is_lost() -> None:
+    trace = Trace(name="t", start=0.0, end=1000.0, nodes=("n0",), changes=())
+    found = saving(FACTS, trace)
+    assert found.reason == f"nothing is lost: it saves every {found.steps} steps, which costs 3.5%"
+    nothing = replace(FACTS, speeds={**FACTS.speeds, "varuna": Speeds({10: 0.0})})
+    assert saving(nothing, trace).reason == "it never trains"
 
 
 def test_who_is_up_during_a_pause_is_taken_along() -> None:

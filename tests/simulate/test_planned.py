@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from hypothesis import given
 
-from holdfast.errors import UsageError
 from holdfast.plan.planner import Plan, make_plan
 from holdfast.plan.profile import uniform
 from holdfast.simulate.outcome import SYSTEMS, Setting, judge
-from holdfast.simulate.planned import make_facts, make_model, planning, read_model
+from holdfast.simulate.planned import live_counts, make_facts, make_model, planning, usual_nodes
+from holdfast.simulate.tables import Speeds
 from holdfast.simulate.trace import Change, Trace
+from tests.simulate.given import traces
 
 PROFILE = uniform(12, memory=3_000_000_000)
 NAMES = tuple(f"n{number}" for number in range(9))
@@ -86,21 +86,83 @@ def test_too_few_nodes_stand_still_and_remember_what_they_hold() -> None:
 
 
 def test_bamboo_needs_twice_the_memory() -> None:
+    """With it, a longer pipeline than is fastest; if none has it, Bamboo cannot run."""
     made = trace()
-    roomy = make_facts(make_model(uniform(12), made), made)
-    assert roomy.speeds["bamboo"] is not None
-    fits = max(stage.bytes for stage in make_model(uniform(12), made).templates.by_nodes[roomy.depth].stages)
-    tight = make_model(replace(uniform(12), memory=int(1.5 * fits)), made, tolerate=0)
-    assert make_facts(tight, made).speeds["bamboo"] is None
+    roomy = make_model(uniform(12), made)
+    needs = {size: max(stage.bytes for stage in shape.stages) for size, shape in roomy.templates.by_nodes.items()}
+    assert make_facts(roomy, made).depth == 3
+    tight = make_facts(make_model(uniform(12, memory=2 * needs[3] - 1), made), made)
+    assert (tight.depth, tight.speeds["bamboo"] is None) == (4, False)
+    least = make_model(uniform(12, memory=2 * min(needs.values()) - 1), made)
+    assert make_facts(least, made).speeds["bamboo"] is None
 
 
-def test_which_model(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE.to_json()))
-    assert read_model(str(path)) == PROFILE
-    for text, said in (("uniform:", "no made-up model"), ("GPT-2", "there is no profile 'GPT-2'")):
-        with pytest.raises(UsageError, match=said):
-            read_model(text)
-    path.write_text("{")
-    with pytest.raises(UsageError, match="is not JSON"):
-        read_model(str(path))
+def test_bamboo_computes_every_forward_twice() -> None:
+    made = trace()
+    model = make_model(uniform(12, forward=0.01, backward=0.03), made)
+    facts = make_facts(model, made)
+    speeds = facts.speeds["bamboo"]
+    assert speeds is not None
+    plain = model.grid_speed(9 // facts.depth, model.templates.by_nodes[facts.depth])
+    assert math.isclose(speeds.at(9)[0], plain * 4 / 5)
+    assert not facts.waiting_slows
+
+
+def test_bamboo_has_a_predecessor() -> None:
+    """Where single nodes are fastest, Bamboo still takes pipelines: of nine, those of three are fastest."""
+    made = trace()
+    facts = make_facts(make_model(uniform(12), made), made)
+    assert (facts.stages, facts.depth) == (1, 3)
+
+
+def test_a_single_pipeline_sums_its_gradients_with_nobody() -> None:
+    made = trace()
+    model = make_model(uniform(12, bandwidth=1e9), made, tolerate=0)
+    shape = model.templates.by_nodes[9]
+    assert model.grid_speed(1, shape) == model.samples / shape.seconds(model.micro_batches, alone=True)
+    assert model.grid_speed(1, shape) > model.samples / shape.seconds(model.micro_batches)
+    half = model.templates.by_nodes[4]
+    assert model.grid_speed(2, half) == model.samples / half.seconds(model.micro_batches // 2)
+
+
+def test_pipelines_are_chosen_for_the_nodes_there_usually_are() -> None:
+    """A trace that begins with one node is not one of pipelines of one."""
+    model = make_model(PROFILE, trace(), tolerate=0)
+    alone = Trace(name="t", start=0.0, end=5000.0, nodes=("n0",), changes=(Change(time=10.0, added=tuple(NAMES[1:])),))
+    assert usual_nodes(alone) == 9
+    assert make_facts(model, alone).stages == make_facts(model, trace()).stages
+
+
+@pytest.mark.parametrize("system", ["varuna", "restart", "bamboo", "recycle"])
+def test_who_has_no_place_is_idle(system: str) -> None:
+    """Pipelines of three: of eleven nodes, two are in none."""
+    names = tuple(f"n{number}" for number in range(11))
+    made = Trace(name="t", start=0.0, end=3600.0, nodes=names, changes=())
+    model = make_model(uniform(4, memory=2_000_000_000), made)
+    only = replace(model, templates=replace(model.templates, by_nodes={3: model.templates.by_nodes[3]}))
+    outcome = judge(system, Setting(trace=made, facts=make_facts(only, made)))
+    assert math.isclose(outcome.used + outcome.lost, 9.0)
+    assert math.isclose(outcome.idle, 2.0)
+
+
+def test_the_ideal_uses_who_trains_in_the_fastest() -> None:
+    facts = make_facts(make_model(PROFILE, trace()), trace())
+    few = replace(facts, speeds={name: Speeds({9: 5.0}, {9: 6}) for name in facts.speeds})
+    found = judge("ideal", Setting(trace=trace(), facts=few))
+    assert math.isclose(found.used, 6 * 5000 / 3600)
+    assert math.isclose(found.idle, 3 * 5000 / 3600)
+
+
+@given(traces(most=6, seconds=400))
+def test_every_number_of_nodes_that_is_ever_up_is_known(made: Trace) -> None:
+    """Counted moment by moment; some leave before they are up."""
+    up = dict.fromkeys(made.nodes, made.start)
+    seen = {len(up)}
+    for time in sorted({change.time + late for change in made.changes for late in (0.0, 45.0)}):
+        for change in made.changes:
+            if change.time == time:
+                up = {node: since for node, since in up.items() if node not in change.lost}
+                up |= dict.fromkeys(change.added, time + 45.0)
+        if time < made.end:
+            seen.add(sum(since <= time for since in up.values()))
+    assert seen <= set(live_counts(made, 45.0))

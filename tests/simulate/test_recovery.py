@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.simulate import recovery
 
 
@@ -36,6 +36,7 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     first = recovery.measured(said.append, bench=tmp_path / "bench")
     assert first.seconds == pytest.approx(0.03)
     assert len(said) == 4
+    assert "3 workers" in first.source
     assert recovery.measured(nothing, bench=tmp_path / "bench") == first
 
 
@@ -52,4 +53,21 @@ def test_another_benchs_file_is_no_measurement(tmp_path: Path, monkeypatch: pyte
 
 def test_noise_is_not_negative_time(tmp_path: Path) -> None:
     written(tmp_path / "recovery.json", -3.0)
-    assert recovery.measured(nothing, bench=tmp_path).seconds == 0
+    found = recovery.measured(nothing, bench=tmp_path)
+    assert found.seconds == 0
+    assert found.source.startswith("0 ms (median -3, -4 to -2) beyond")
+
+
+def test_only_what_is_known_of_the_workers_is_said(tmp_path: Path) -> None:
+    written(tmp_path / "recovery.json", 36.0)
+    assert "a few workers with a small model" in recovery.measured(nothing, bench=tmp_path).source
+    document = json.loads((tmp_path / "recovery.json").read_text())
+    (tmp_path / "recovery.json").write_text(json.dumps({**document, "workers": 5}))
+    assert ": 5 workers with a small model" in recovery.measured(nothing, bench=tmp_path).source
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.bench.recovery.kill_one", nothing)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot be written .*--recovery-ms"):
+        recovery.measured(nothing, bench=tmp_path / "file" / "bench")

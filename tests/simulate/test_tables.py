@@ -30,7 +30,8 @@ def test_what_is_read() -> None:
         "varuna": Speeds({2: 4.0}),
         "bamboo": None,
     }
-    assert facts.best().by_nodes == {2: 5.0, 3: 9.5}
+    assert facts.best() == Speeds({2: 5.0, 3: 9.5}, {2: 2, 3: 3})
+    assert facts.best(Speeds({3: 9.6}, {3: 2})).at(3) == (9.6, 2)
     assert facts.state_bytes != facts.state_bytes  # not one of Oobleck's models: nobody said
 
 

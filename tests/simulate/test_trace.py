@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
+from holdfast.simulate.outcome import Setting, judge
+from holdfast.simulate.tables import example
 from holdfast.simulate.trace import Trace, parse_trace
 from tests.simulate.given import needs_tables, trace, traces
 
@@ -44,13 +46,26 @@ def test_node_hours_are_those_of_each_node(made: Trace) -> None:
     assert math.isclose(made.node_hours, total / 3600, abs_tol=1e-9)
 
 
-@given(st.lists(st.integers(0, 30), min_size=2, max_size=30).filter(lambda counts: counts[0] > 0))
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=30).filter(lambda counts: any(counts)))
 def test_counts_are_followed(counts: list[int]) -> None:
     text = "\n".join(f"2021-12-10, {minute // 60:02}:{minute % 60:02}:00, {n}" for minute, n in enumerate(counts))
     made = parse_trace(text, name="t")
     by_minute = [next(n for start, end, n in made.spans() if start <= 60 * m < end) for m in range(len(counts) - 1)]
     assert by_minute == counts[:-1]
-    assert made.end == 60 * (len(counts) - 1)
+    assert (made.start, made.end) == (0, 60 * (len(counts) - 1))
+
+
+def test_counts_that_begin_with_nothing_count() -> None:
+    """Two hours without a node, then one that takes its time to be up."""
+    text = "2021-12-10, 10:00:00, 0\n2021-12-10, 12:00:00, 4\n2021-12-10, 13:00:00, 4\n"
+    made = parse_trace(text, name="t")
+    assert (made.nodes, list(made.spans())) == ((), [(0.0, 7200.0, 0), (7200.0, 10800.0, 4)])
+    found = judge("oobleck", Setting(trace=made, facts=example()))
+    assert [(part.end, part.why) for part in found.segments[:2]] == [
+        (7200.0, "too few nodes"),
+        (7245.0, "too few nodes"),
+    ]
+    assert found.samples_per_s == pytest.approx(20.0 * (3600 - 45) / 10800)
 
 
 def test_later_lines_replace_what_was_said_before_for_their_time() -> None:

@@ -7,27 +7,62 @@ from dataclasses import dataclass, replace
 from holdfast.simulate.course import Layout, Moment, Reaction
 from holdfast.simulate.tables import Speeds
 
-Place = tuple[int, int]  # pipeline and stage
-Places = tuple[tuple[Place, ...], ...]  # of each node; none: it waits, two: it stands in for its successor
-
 SLOWDOWN = 1.5  # of a step while somebody computes for two
 RISK = 0.05  # that the next loss is fatal: above it, a rendezvous is held though nobody waits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Who stands where, and the throughput since the last rendezvous while nobody is lost."""
+    """Who stands where. Places are numbered, one pipeline after the other; beside them nodes wait.
 
-    places: Places
-    full: float
+    Whose place is ``gone`` has its predecessor standing in: the last of a pipeline is the first's.
+    """
+
+    pipelines: int
+    depth: int
+    waiting: int
+    full: float = 0.0  # throughput since the last rendezvous while nobody is lost
+    gone: tuple[int, ...] = ()  # sorted
 
     @property
     def running(self) -> int:
-        return sum(1 for held in self.places if held)
+        return self.pipelines * self.depth - len(self.gone)
 
     @property
-    def doubled(self) -> int:
-        return sum(1 for held in self.places if len(held) > 1)
+    def nodes(self) -> int:
+        return self.running + self.waiting
+
+    def place(self, draw: float) -> int | None:
+        """Of the node at this share of all; None: it waits.
+
+        >>> [Standing(pipelines=1, depth=4, waiting=1, gone=(1,)).place(draw) for draw in (0.0, 0.3, 0.5, 0.8)]
+        [0, 2, 3, None]
+        """
+        place = int(draw * self.nodes)
+        if place >= self.running:
+            return None
+        for gone in self.gone:
+            place += gone <= place
+        return place
+
+    def without(self, place: int | None) -> Standing | None:
+        """After the loss of the node at this place, or of one that waits. None: nobody can stand in.
+
+        >>> pipeline = Standing(pipelines=1, depth=4, waiting=0)
+        >>> pipeline.without(1).gone
+        (1,)
+        >>> [pipeline.without(1).without(place) is None for place in (0, 2, 3)]
+        [True, True, False]
+        """
+        if place is None:
+            return replace(self, waiting=self.waiting - 1)
+        first, stage = place - place % self.depth, place % self.depth
+        beside = {first + (stage + by) % self.depth for by in (-1, 1)}
+        if self.depth == 1 or not beside.isdisjoint(self.gone):
+            return (
+                None  # it stands in for its successor; or its predecessor is gone, and the one before has two already
+            )
+        return replace(self, gone=tuple(sorted((*self.gone, place))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,63 +96,40 @@ class Bamboo:
         if not layout.samples_per_s or moment.paused:
             return Reaction(then=fresh, pause=self.local, why="rendezvous")
         standing: Standing = layout.memory
-        places, slower = standing.places, False
+        slower = False
         for draw in moment.draws:
-            victim = int(draw * len(places))
-            slower |= self.waiting_slows or bool(places[victim])
-            after = without(places, victim, depth=self.depth)
+            place = standing.place(draw)
+            slower |= self.waiting_slows or place is not None
+            after = standing.without(place)
             if after is None:
                 return Reaction(then=fresh, pause=self.everybody, why="rendezvous of all")
-            places = after
-        speed = standing.full / SLOWDOWN if slower else layout.samples_per_s
-        return self._goes_on(replace(standing, places=places), speed)
+            standing = after
+        return self._goes_on(standing, standing.full / SLOWDOWN if slower else layout.samples_per_s)
 
     def join(self, layout: Layout, moment: Moment) -> Reaction:
         if not layout.samples_per_s or moment.paused:
             pause = self.everybody if moment.started else 0.0
             return Reaction(then=self._fresh(len(moment.live)), pause=pause, at_boundary=True, why="rendezvous")
         standing: Standing = layout.memory
-        waiting: Places = ((),) * (len(moment.live) - len(standing.places))
-        return self._goes_on(replace(standing, places=standing.places + waiting), layout.samples_per_s)
+        more = len(moment.live) - standing.nodes
+        return self._goes_on(replace(standing, waiting=standing.waiting + more), layout.samples_per_s)
 
     def _goes_on(self, standing: Standing, speed: float) -> Reaction:
         """Trains on, and holds a rendezvous at the end of the step if there is reason to."""
         meanwhile = Layout(samples_per_s=speed, used=standing.running, memory=standing)
-        then = self._fresh(len(standing.places)) if self._wants_rendezvous(standing) else None
+        then = self._fresh(standing.nodes) if self._wants_rendezvous(standing) else None
         return Reaction(then=then, pause=self.local, at_boundary=True, meanwhile=meanwhile, why="rendezvous")
 
     def _wants_rendezvous(self, standing: Standing) -> bool:
-        doubled, running, nodes = standing.doubled, standing.running, len(standing.places)
-        if doubled and (nodes - running >= doubled or 2 * doubled / running > RISK):
+        doubled = len(standing.gone)
+        if doubled and (standing.waiting >= doubled or 2 * doubled / standing.running > RISK):
             return True
-        return min(nodes, self.speeds.most) // self.depth > (running + doubled) // self.depth  # one more pipeline
+        return min(standing.nodes, self.speeds.most) // self.depth > standing.pipelines  # one more
 
     def _fresh(self, nodes: int) -> Layout:
         """What a rendezvous ends in."""
-        running = min(nodes, self.speeds.most) // self.depth * self.depth
+        pipelines = min(nodes, self.speeds.most) // self.depth
+        running = pipelines * self.depth
         speed = self.speeds.at(nodes)[0] if running else 0.0
-        places = tuple(((n // self.depth, n % self.depth),) if n < running else () for n in range(nodes))
-        return Layout(samples_per_s=speed, used=running if speed else 0, memory=Standing(places=places, full=speed))
-
-
-def without(places: Places, victim: int, *, depth: int) -> Places | None:
-    """The places after a loss: the predecessor stands in. None: nobody can.
-
-    >>> pipeline = (((0, 0),), ((0, 1),), ((0, 2),), ((0, 3),))
-    >>> doubled = without(pipeline, 1, depth=4)
-    >>> doubled
-    (((0, 0), (0, 1)), ((0, 2),), ((0, 3),))
-    >>> [without(doubled, victim, depth=4) is None for victim in range(3)]
-    [True, True, False]
-    """
-    held = places[victim]
-    left = [place for number, place in enumerate(places) if number != victim]
-    if not held:
-        return tuple(left)
-    pipeline, stage = held[0]
-    before = (pipeline, (stage - 1) % depth)
-    stand_in = next((number for number, place in enumerate(left) if before in place), None)
-    if len(held) > 1 or stand_in is None or len(left[stand_in]) > 1:
-        return None
-    left[stand_in] = (*left[stand_in], held[0])
-    return tuple(left)
+        standing = Standing(pipelines=pipelines, depth=self.depth, waiting=nodes - running, full=speed)
+        return Layout(samples_per_s=speed, used=running if speed else 0, memory=standing)

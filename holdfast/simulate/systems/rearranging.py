@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.plan.interval import choose
+from holdfast.plan.interval import Interval, choose
 from holdfast.simulate.course import Layout, Moment, Reaction
 from holdfast.simulate.tables import Facts, Speeds
 from holdfast.simulate.trace import Trace
+from holdfast.words import count
 
 Arrange = Callable[[tuple[str, ...], Layout | None], Layout]
 
@@ -54,19 +56,19 @@ class Rearranging:
     why: str = ""
 
     def begin(self, moment: Moment) -> Layout:
-        return self.arrange(moment.live, None)
+        return self.arrange(tuple(moment.live), None)
 
     def lose(self, layout: Layout, moment: Moment) -> Reaction:
         if layout.samples_per_s and not any(node in layout.memory for node in moment.lost):
             return self.join(layout, moment)  # who is lost only waited
-        then = self.arrange(moment.live, layout)
+        then = self.arrange(tuple(moment.live), layout)
         if not then.samples_per_s:
             return Reaction(then=then)
         pause = self.on_loss + then.moving if layout.samples_per_s else self.from_nothing
         return Reaction(then=then, pause=pause, why=self.why)
 
     def join(self, layout: Layout, moment: Moment) -> Reaction:
-        then = self.arrange(moment.live, layout)
+        then = self.arrange(tuple(moment.live), layout)
         if (then.samples_per_s, then.used) == (layout.samples_per_s, layout.used):
             return Reaction(then=None, at_boundary=True)  # nothing to be gained: it waits
         pause = self.from_nothing if moment.started else 0.0
@@ -119,17 +121,45 @@ def varuna(facts: Facts) -> Rearranging:
     )
 
 
-def restart(facts: Facts, trace: Trace) -> Rearranging:
-    """What most people run: as Varuna, but with the whole restart, and saving as often as Young and Daly advise.
+def saving(facts: Facts, trace: Trace) -> Interval:
+    """How often plain checkpoint-restart saves: as Young and Daly advise.
 
-    They are told how often this trace loses nodes, which nobody knows in advance.
+    They are told how often this trace loses nodes, which nobody knows in advance. Of the whole numbers of steps
+    around what they advise, the better. Where nothing is lost, saving may cost what it may cost at our own.
+
+    >>> from dataclasses import replace
+    >>> from holdfast.simulate.tables import example
+    >>> from holdfast.simulate.trace import Change
+    >>> trace = Trace(name="t", start=0, end=90, nodes=("a",), changes=(Change(time=45, lost=("a",)),))
+    >>> saving(example(), trace)
+    Interval(steps=8, reason='it saves every 8 steps, as Young and Daly advise for this very trace')
+    >>> saving(example(), replace(trace, changes=())).reason
+    'nothing is lost: it saves every 52 steps, which costs 3.5%'
     """
-    speeds = known(facts, "varuna")
-    step = facts.samples_per_step / max(speeds.by_nodes.values())
-    interval = choose(step_seconds=step, lost_seconds=facts.checkpoint, between_failures=trace.between_losses)
+    fastest = max(known(facts, "varuna").by_nodes.values())
+    if not fastest:
+        return Interval(steps=1, reason="it never trains")
+    step = facts.samples_per_step / fastest
+    between = trace.between_losses
+    if between is None:
+        steps = choose(step_seconds=step, lost_seconds=facts.checkpoint, between_failures=None).steps
+        share = facts.checkpoint / (steps * step)
+        return Interval(
+            steps=steps, reason=f"nothing is lost: it saves every {count(steps, 'step')}, which costs {share:.1%}"
+        )
+    advised = math.sqrt(2 * facts.checkpoint * between) / step
+    around = (max(math.floor(advised), 1), max(math.ceil(advised), 1))
+    steps = min(around, key=lambda number: facts.checkpoint / (number * step) + number * step / (2 * between))
+    return Interval(
+        steps=steps, reason=f"it saves every {count(steps, 'step')}, as Young and Daly advise for this very trace"
+    )
+
+
+def restart(facts: Facts, trace: Trace) -> Rearranging:
+    """What most people run: as Varuna, but with the whole restart, and saving as often as :func:`saving` says."""
     return Rearranging(
-        arrange=by_table(speeds),
-        boundary_samples=interval.steps * facts.samples_per_step,
+        arrange=by_table(known(facts, "varuna")),
+        boundary_samples=saving(facts, trace).steps * facts.samples_per_step,
         boundary_seconds=facts.checkpoint,
         creation=facts.creation,
         on_loss=facts.restart,
@@ -139,6 +169,6 @@ def restart(facts: Facts, trace: Trace) -> Rearranging:
     )
 
 
-def ideal(facts: Facts) -> Rearranging:
+def ideal(best: Speeds) -> Rearranging:
     """The fastest that any system makes of the nodes at any moment; changes cost nothing."""
-    return Rearranging(arrange=by_table(facts.best()), boundary_samples=0.0)
+    return Rearranging(arrange=by_table(best), boundary_samples=0.0)

@@ -85,7 +85,7 @@ class ReCycle:
 
     Waiting nodes and those that join fill the holes; nodes change stages so that none has lost much more than
     another (ReCycle's failure normalization). A stage that is lost whole at once, or enough nodes for one
-    pipeline more, make a new grid, with a restart.
+    pipeline more, make a new grid, with a restart. The loss of a node that waits costs nothing.
     """
 
     speeds: Speeds
@@ -104,11 +104,14 @@ class ReCycle:
         grid: Grid = layout.memory
         for draw in moment.draws:
             grid = grid.without(draw)
-        is_broken = grid.is_broken
-        then = self._layout(self._fresh(len(moment.live)) if is_broken else grid.levelled())
+        if grid.lost == layout.memory.lost:
+            return self.join(replace(layout, memory=grid), moment)  # who is lost only waited
+        fresh = self._fresh(len(moment.live))
+        is_new = grid.is_broken or fresh.pipelines > grid.pipelines  # a larger grid may have been due after the step
+        then = self._layout(fresh if is_new else grid.levelled())
         if not then.samples_per_s:
             return Reaction(then=then)
-        if is_broken or not layout.samples_per_s:
+        if is_new or not layout.samples_per_s:
             return Reaction(then=then, pause=self.restart, why="restarting")
         return Reaction(then=then, pause=self.on_loss, why="rerouting")
 
@@ -129,6 +132,23 @@ class ReCycle:
             meanwhile=meanwhile,
             why="rerouting",
         )
+
+    def reach(self) -> Speeds:
+        """The most that any grid makes of so many nodes: of a large one with holes, or of a smaller one.
+
+        >>> speeds = Speeds({2: 4.0, 4: 9.0})
+        >>> rules = ReCycle(speeds=speeds, boundary_samples=1.0, on_loss=0.0, restart=0.0, stages=2, micro_batches=8)
+        >>> rules.reach().by_nodes
+        {2: 5.0, 3: 5.0, 4: 9.0}
+        """
+        found: dict[int, float] = {}
+        for pipelines in range(1, self.speeds.most // self.stages + 1):
+            whole = Grid(pipelines=pipelines, lost=(0,) * self.stages, waiting=0)
+            for gone in range(self.stages * (pipelines - 1) + 1):
+                grid = replace(whole, lost=_plus(whole.lost, 0, gone)).levelled()
+                speed = self._layout(grid).samples_per_s
+                found[grid.running] = max(found.get(grid.running, 0.0), speed)
+        return Speeds(dict(sorted(found.items())))
 
     def _fresh(self, nodes: int) -> Grid:
         pipelines = min(nodes, self.speeds.most) // self.stages
