@@ -25,7 +25,7 @@ from holdfast.data.order import Order
 from holdfast.engine.engine import Dataset, Engine, Loss, label_of
 from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel, Layers
-from holdfast.engine.profile.hook import about_to_train
+from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_write
 from holdfast.engine.state import State
 from holdfast.engine.statistics import refuse_running_statistics
 from holdfast.engine.update import Schedule, Update
@@ -238,6 +238,7 @@ class Run:
         Workers share the work, so every worker must call it. A worker that joins later gets the values of
         the evaluations it has missed between loops, so that its script decides as the others' did.
         """
+        end_if_measured(self)
         measure = measure or self.engine.loss
         if self._cohort.group is None:  # before training: nobody to share with
             return tree_sum(self.engine.evaluate(dataset, measure, None))
@@ -255,6 +256,8 @@ class Run:
                 _write_whole(self.engine.model.module, Path(path))
             return []
 
+        if not may_write(self, path):  # `holdfast profile`
+            return
         if self._cohort.group is None:
             _write_whole(self.engine.model.module, Path(path))
         else:

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from holdfast.cli.plan import the_model, with_memory
 from holdfast.cli.run import read_token
 from holdfast.errors import UsageError
+from holdfast.plan.profile import uniform
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.show import Screen
     from holdfast.plan.profile import Profile
     from holdfast.run import Run
 
+T = TypeVar("T")
+
+SLOWEST, FASTEST = 1e-6, 1e6  # Gbit/s of a link between hosts
+LATEST = 60_000.0  # ms
+
 
 def profile(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments.")
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments: options go before it."),
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the profile goes.")] = Path("profile.json"),
+    check: Annotated[
+        Path | None, typer.Option(metavar="PROFILE", help="Only say whether this is a profile of the script's run.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")] = False,
-    rounds: Annotated[int, typer.Option(min=3, help="Passes that count, after a few to warm up.")] = 20,
+    rounds: Annotated[
+        int, typer.Option(min=3, help="Passes that count, after a few to warm up; the cache's has as many or more.")
+    ] = 20,
     memory: Annotated[float | None, typer.Option(help="Memory of one device, in GB.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Between hosts, in Gbit/s.")] = None,
     latency: Annotated[float | None, typer.Option(help="Between hosts, in ms.")] = None,
@@ -39,7 +54,7 @@ def profile(
     ] = "",
     token_file: Annotated[Path | None, typer.Option(help="With --peer and --serve: else HOLDFAST_TOKEN.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The profile as a JSON object on the last line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object on the last line: the profile.")] = False,
 ) -> None:
     """Measure what each layer of a model costs, and the links.
 
@@ -51,82 +66,129 @@ def profile(
         return
     if not command:
         raise UsageError("there is no script to profile", hint="holdfast profile train.py")
-    _check(command, output, module=module)
-    links = LinkOptions(bandwidth=bandwidth, latency=latency, peer=peer, token_file=token_file)
-    if memory is not None and not 1 <= memory * 1e9 < float("inf"):
-        raise UsageError(f"--memory must be more than 0, not {memory:g}")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: as holdfast run has it
-    from holdfast.checkpoint.show import Screen
+    if not module and not Path(command[0]).is_file():
+        raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
+    script = Script(command=command, module=module, as_json=as_json)
+    if check is not None:
+        if fresh or peer or (memory, bandwidth, latency) != (None, None, None):
+            raise UsageError("--check only compares: it measures nothing, and asks for no links and no memory")
+        _compare(check, script)
+        return
+    _check_output(output)
+    links = LinkOptions.read(bandwidth=bandwidth, latency=latency, peer=peer, token_file=token_file)
+    with_memory(uniform(1), memory)  # refused before the script is started, which may take minutes
+    target = output.absolute()  # the script may go elsewhere
+    found, is_cached = _measured(script, rounds=rounds, fresh=fresh)
+    made = with_memory(links.add_to(found), memory)
+    _publish(made, target, shown=output, is_cached=is_cached, screen=script.screen)
+    script.last_line(made.to_json())
 
-    screen = Screen(aside=as_json, everything=True)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        found, is_cached = _measured(command, module=module, rounds=rounds, fresh=fresh, screen=screen)
-    made = links.add_to(found)
-    if memory is not None:
-        made = replace(made, memory=int(memory * 1e9))
-    _publish(made, output, is_cached=is_cached, screen=screen)
-    if as_json:
-        print(json.dumps(made.to_json()))
+
+class Script:
+    """The user's script, and where its words and ours go."""
+
+    def __init__(self, *, command: list[str], module: bool, as_json: bool) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: as holdfast run has it
+        from holdfast.checkpoint.show import Screen
+
+        self.screen = Screen(aside=as_json, everything=True)
+        self.name = command[0] if module else Path(command[0]).stem
+        self._command, self._module = command, module
+        self._as_json = as_json
+        self._lines: list[str] = []
+        if as_json:  # registered before what the script registers, so it is called after that: the last line is ours
+            atexit.register(self._print)
+
+    def until_training(self, look: Callable[[Run], T]) -> T:
+        from holdfast.engine.profile.script import until_training
+
+        with redirect_stdout(sys.stderr) if self._as_json else nullcontext():
+            return until_training(self._command, look, module=self._module)
+
+    def last_line(self, document: dict[str, Any]) -> None:
+        if self._as_json:
+            self._lines.append(json.dumps(document))
+
+    def _print(self) -> None:
+        for line in self._lines:  # none if something went wrong
+            print(line)
+
+
+def _compare(path: Path, script: Script) -> None:
+    """Whether a profile is of this script's run: exit code 0, or 2 and why not."""
+    from holdfast.engine.profile.measure import fits
+
+    known = the_model(path, None, equal=False)
+    reason = script.until_training(lambda run: fits(known, run))
+    script.last_line({"fits": reason is None, "reason": reason or ""})
+    if reason is not None:
+        raise UsageError(f"{path}: {reason}", hint="holdfast profile makes a new one")
+    script.screen.say(f"{path} is a profile of this model, micro-batch and device: {known.model}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
     """What the command line says about the link between hosts."""
 
-    bandwidth: float | None  # Gbit/s
-    latency: float | None  # ms
+    bandwidth: float | None  # bytes/s
+    latency: float | None  # s
     peer: str
-    token_file: Path | None
+    token: str
 
-    def __post_init__(self) -> None:
-        """Before the script is started: it may take minutes to come to its training."""
-        if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):
-            raise UsageError(f"--bandwidth must be more than 0, not {self.bandwidth:g}")
-        if self.latency is not None and not 0 <= self.latency < float("inf"):
-            raise UsageError(f"--latency must be 0 or more, not {self.latency:g}")
-        if self.peer and (self.bandwidth is not None or self.latency is not None):
+    @classmethod
+    def read(cls, *, bandwidth: float | None, latency: float | None, peer: str, token_file: Path | None) -> LinkOptions:
+        """From Gbit/s and ms. Refuses before the script is started: it may take minutes to come to its training."""
+        if bandwidth is not None and not SLOWEST <= bandwidth <= FASTEST:
+            raise UsageError(f"--bandwidth {bandwidth:g} is no network", hint=f"{SLOWEST:g} to {FASTEST:,.0f} Gbit/s")
+        if latency is not None and not 0 <= latency <= LATEST:
+            raise UsageError(f"--latency {latency:g} is no network", hint=f"0 to {LATEST:,.0f} ms")
+        if peer and (bandwidth is not None or latency is not None):
             raise UsageError("--peer measures what --bandwidth and --latency would say", hint="one or the other")
-        if self.peer:
-            parse_address(self.peer)
-            read_token(self.token_file, alone=False)
+        if peer:
+            parse_address(peer)
+        return cls(
+            bandwidth=None if bandwidth is None else bandwidth * 1e9 / 8,
+            latency=None if latency is None else latency / 1e3,
+            peer=peer,
+            token=read_token(token_file, alone=False) if peer else "",
+        )
 
     def add_to(self, profile: Profile) -> Profile:
         from holdfast.engine.profile.links import measure_peer
         from holdfast.engine.profile.measure import with_between
 
         if self.peer:
-            token = read_token(self.token_file, alone=False)
-            return with_between(profile, peer=self.peer, measured=measure_peer(parse_address(self.peer), token))
-        bandwidth = None if self.bandwidth is None else self.bandwidth * 1e9 / 8
-        return with_between(profile, bandwidth=bandwidth, latency=None if self.latency is None else self.latency / 1e3)
+            return with_between(profile, peer=self.peer, measured=measure_peer(parse_address(self.peer), self.token))
+        return with_between(profile, bandwidth=self.bandwidth, latency=self.latency)
 
 
-def _measured(command: list[str], *, module: bool, rounds: int, fresh: bool, screen: Screen) -> tuple[Profile, bool]:
+def _measured(script: Script, *, rounds: int, fresh: bool) -> tuple[Profile, bool]:
     """The profile, with the links inside this host; and whether it was in the cache."""
     from holdfast.engine.profile.key import cache_folder, cached, write_profile
     from holdfast.engine.profile.links import measure_inside
-    from holdfast.engine.profile.measure import Layers, measure, read_facts
-    from holdfast.engine.profile.script import until_training
+    from holdfast.engine.profile.measure import Layers, measure, model_text, read_facts
     from holdfast.plan.profile import Profile
+
+    folder = cache_folder().absolute()
 
     def look(run: Run) -> Profile | Layers:
         facts, *_ = read_facts(run.engine)
-        known = None if fresh else cached(facts.key)
-        return known or measure(run.engine, rounds=rounds, say=screen.say)
+        known = None if fresh else cached(folder, facts.key, rounds=rounds)
+        return known or measure(run.engine, rounds=rounds, say=script.screen.say)
 
-    found = until_training(command, look, module=module)
-    if isinstance(found, Profile):
-        return found, True
+    found = script.until_training(look)
+    if isinstance(found, Profile):  # made from a script that may have had another name
+        return replace(found, model=model_text(script.name, found.layers, found.key)), True
     # After the script: it may have an event loop of its own running, and its threads would be in the way.
-    made = found.profile(Path(command[0]).stem, measure_inside())
+    made = found.profile(script.name, measure_inside())
     try:
-        write_profile(cache_folder() / f"{made.key}.json", made)
+        write_profile(folder / f"{made.key}.json", made)
     except OSError as e:
-        screen.say(f"not kept in the cache: {e}", style="yellow")
+        script.screen.say(f"not kept in the cache: {e}", style="yellow")
     return made, False
 
 
-def _publish(made: Profile, output: Path, *, is_cached: bool, screen: Screen) -> None:
+def _publish(made: Profile, target: Path, *, shown: Path, is_cached: bool, screen: Screen) -> None:
     from holdfast.checkpoint.show import time_text
     from holdfast.engine.profile.key import write_profile
     from holdfast.engine.profile.show import show_profile
@@ -136,15 +198,13 @@ def _publish(made: Profile, output: Path, *, is_cached: bool, screen: Screen) ->
         when = time_text(made.notes.get("measured", 0.0))
         screen.say(f"from the cache, measured {when} (--fresh measures again)", style="yellow")
     try:
-        write_profile(output, made)
+        write_profile(target, made)
     except OSError as e:
-        raise UsageError(f"cannot write {output}: {e.strerror or e}") from e
-    screen.say(f"written: {output}")
+        raise UsageError(f"cannot write {shown}: {e.strerror or e}") from e
+    screen.say(f"written: {shown}")
 
 
-def _check(command: list[str], output: Path, *, module: bool) -> None:
-    if not module and not Path(command[0]).is_file():
-        raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
+def _check_output(output: Path) -> None:
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise UsageError(f"--output {output} cannot be written", hint="a file in a folder that exists")
 
@@ -160,10 +220,10 @@ def _serve(where: str, command: list[str] | None, token_file: Path | None) -> No
 
 
 def parse_address(text: str, *, host: str = "") -> tuple[str, int]:
-    """HOST:PORT, or PORT alone where ``host`` is known.
+    """HOST:PORT, or PORT alone where ``host`` is known. An IPv6 address is in brackets.
 
-    >>> parse_address("head:29800"), parse_address("29800", host="127.0.0.1")
-    (('head', 29800), ('127.0.0.1', 29800))
+    >>> parse_address("head:29800"), parse_address("29800", host="127.0.0.1"), parse_address("[::1]:29800")
+    (('head', 29800), ('127.0.0.1', 29800), ('::1', 29800))
     """
     name, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 <= int(port) < 65536 or not (name or host):

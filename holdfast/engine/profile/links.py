@@ -221,15 +221,25 @@ async def _serve(listening: socket.socket, token: str) -> str:
         return await served
 
 
+def address_text(host: str, port: int) -> str:
+    """As a command line takes it.
+
+    >>> address_text("head", 29800), address_text("::1", 29800)
+    ('head:29800', '[::1]:29800')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def serve(address: tuple[str, int], token: str, say: Callable[[str], None]) -> None:
     """Waits for one peer to measure the link to this host."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        listening = socket.create_server(address)
+        listening = socket.create_server(address, family=family)
     except OSError as e:
-        raise HoldfastError(f"cannot listen on {address[0]}:{address[1]}: {e.strerror or e}") from e
+        raise HoldfastError(f"cannot listen on {address_text(*address)}: {e.strerror or e}") from e
     host, port = listening.getsockname()[:2]
-    host = socket.gethostname() if host == "0.0.0.0" else host
-    say(f"waiting; on the other machine: holdfast profile --peer {host}:{port} train.py")
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    say(f"waiting; on the other machine: holdfast profile --peer {address_text(host, port)} train.py")
     say(f"measured with {asyncio.run(_serve(listening, token))}")
 
 
@@ -243,7 +253,7 @@ async def _measure(address: tuple[str, int], token: str) -> Measured:
 
 def measure_peer(address: tuple[str, int], token: str) -> Measured:
     """The link from here to a host where ``serve`` waits."""
-    where = f"{address[0]}:{address[1]}"
+    where = address_text(*address[:2])
     try:
         return asyncio.run(_measure(address, token))
     except wire.Refused as e:

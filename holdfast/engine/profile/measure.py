@@ -19,6 +19,7 @@ from holdfast.engine.profile.links import Measured
 from holdfast.engine.profile.passes import Pass, Passes, micro_batch, saved_bytes
 from holdfast.engine.update import Update
 from holdfast.plan.profile import LayerCost, Link, Profile
+from holdfast.words import count, seconds_text
 
 if TYPE_CHECKING:
     from holdfast.run import Run
@@ -38,13 +39,11 @@ class Layers:
 
     def profile(self, name: str, inside: Measured) -> Profile:
         """As a profile. Between hosts, it is as inside one until somebody knows better: ``with_between``."""
-        weights = sum(layer.weight_bytes for layer in self.costs)
-        shown = f"{name}: {len(self.costs)} layers, {weights:,} bytes of weights"
         transport = "Gloo between two processes of this host, over loopback"
         if self.facts.device["type"] == "cuda":
             transport += "; the run itself would use NCCL, which is not measured"
         return Profile(
-            model=f"{shown} ({self.facts.key.partition('-')[0]})",
+            model=model_text(name, self.costs, self.facts.key),
             device=device_text(self.facts.device),
             micro_batch=self.facts.micro_batch["samples"],
             layers=self.costs,
@@ -59,6 +58,17 @@ class Layers:
                 "between": AS_INSIDE,
             },
         )
+
+
+def model_text(name: str, layers: Sequence[LayerCost], key: str) -> str:
+    """What a profile is a profile of.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> model_text("train", uniform(1, weight_bytes=4000).layers, "1b4f42ea2721-2cff45ba94ab-44136fa355b3")
+    'train: 1 layer, 4,000 bytes of weights (1b4f42ea2721)'
+    """
+    weights = sum(layer.weight_bytes for layer in layers)
+    return f"{name}: {count(len(layers), 'layer')}, {weights:,} bytes of weights ({key.partition('-')[0]})"
 
 
 AS_INSIDE = "not measured: taken to be as inside a host"
@@ -76,8 +86,8 @@ def measure(engine: Engine, *, rounds: int, say: Callable[[str], None] = lambda 
     passes = Passes(engine, inputs, targets)
     weighed, saved = saved_bytes(passes, engine)
     last = [passes.one() for _ in range(WARM_UP - 1)][-1]
-    count = len(engine.model.layers)
-    say(f"measuring {count} layers in {rounds} passes of about {1e3 * sum(last.forward + last.backward):.3g} ms")
+    layers, seconds = count(len(engine.model.layers), "layer"), sum(last.forward + last.backward)
+    say(f"measuring {layers} in {rounds} passes of about {seconds_text(seconds)}")
     timed = [passes.one() for _ in range(rounds)]
     updates = _updates(engine.update, engine.model.device)
     costs = _costs(engine, weighed=weighed, saved=saved, timed=timed, update=median(updates))
@@ -237,7 +247,7 @@ def difference(profile: Profile, facts: Facts, model: LayeredModel) -> str | Non
 def _other_model(profile: Profile, model: LayeredModel) -> str:
     names = layer_names(model)
     if len(profile.layers) != len(names):
-        return f"it has {len(profile.layers)} layers, this run's has {len(names)}"
+        return f"it has {count(len(profile.layers), 'layer')}, this run's has {len(names)}"
     for number, (layer, name, part) in enumerate(zip(profile.layers, names, model.parts(), strict=True)):
         if layer.name != name:
             return f"its layer {number} is '{layer.name}', this run's is '{name}'"
@@ -248,6 +258,6 @@ def _other_model(profile: Profile, model: LayeredModel) -> str:
 
 
 def _shown(batch: dict[str, Any]) -> str:
-    parts = [f"{batch['samples']} samples"]
+    parts = [count(batch["samples"], "sample")]
     parts += [f"{name} {', '.join(batch[name])}" for name in ("inputs", "targets") if name in batch]
     return "; ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.engine.profile.hook import Measured, instead_of_training
+from holdfast.engine.profile.hook import instead_of_training
 from holdfast.errors import HoldfastError, UsageError
 
 if TYPE_CHECKING:
@@ -21,28 +22,42 @@ T = TypeVar("T")
 def until_training(command: Sequence[str], measure: Callable[[Run], T], *, module: bool = False) -> T:
     """Runs a script as ``python`` would and returns what ``measure`` made of the ``Run`` that starts to train.
 
-    What the script does wrong is told as ``python`` tells it; the exit code is the script's.
+    What the script does wrong before is told as ``python`` tells it, and the exit code is the script's. What it does
+    wrong afterwards is no matter: it was stopped in the middle.
     """
     results: list[T] = []
-    try:
-        with instead_of_training(lambda run: results.append(measure(run))):
-            _run(command, module=module)
-    except Measured:
-        pass
-    except HoldfastError:
-        raise
-    except Exception as e:
-        _print_error(e)
-        raise SystemExit(1) from None
-    except SystemExit as e:
-        if e.code not in (None, 0):
+    failures: list[BaseException] = []  # the first decides; a script's `finally` may end in another one
+
+    def look(run: Run) -> None:
+        try:
+            results.append(measure(run))
+        except BaseException as e:
+            failures.append(e)
             raise
+
+    try:
+        with instead_of_training(look):
+            _run(command, module=module)
+    except (Exception, SystemExit) as e:
+        failures.append(e)
     if not results:
+        if failures:
+            _end_as_python_would(failures[0])
         raise UsageError(
             f"{command[0]} has ended without training: it never came to 'for step in run.steps(...)'",
             hint="holdfast profile measures a holdfast.Run at its first step",
         )
     return results[0]
+
+
+def _end_as_python_would(error: BaseException) -> None:
+    """Returns only where the script has ended in peace."""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return
+    if isinstance(error, Exception) and not isinstance(error, HoldfastError):
+        _print_error(error)
+        raise SystemExit(1) from None
+    raise error
 
 
 def _run(command: Sequence[str], *, module: bool) -> None:
@@ -51,12 +66,29 @@ def _run(command: Sequence[str], *, module: bool) -> None:
     try:
         if module:
             sys.path.insert(0, os.getcwd())
+            _check_module(command[0])
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
             runpy.run_path(command[0], run_name="__main__")
     finally:
         sys.argv, sys.path = before, path
+
+
+def _check_module(name: str) -> None:
+    """A module that does not exist is the command line's mistake; one that imports such a module is the script's."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as e:
+        if not f"{name}.".startswith(f"{e.name}."):
+            raise
+        spec = None
+    except ValueError:  # '' or 'a..b'
+        spec = None
+    if spec is None:
+        raise UsageError(f"there is no module '{name}' to run", hint="a module's name has no .py; without -m, a file")
 
 
 def _print_error(error: Exception) -> None:

@@ -1,9 +1,9 @@
-"""Profiles: bytes to the last one, seconds as loosely as a noisy machine allows, and whose profile it is."""
+"""Profiles: bytes to the last one, and seconds as loosely as a noisy machine allows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -15,51 +15,25 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from holdfast import Run, UsageError
-from holdfast.engine.profile.hook import Measured as Ended
-from holdfast.engine.profile.hook import instead_of_training
+from holdfast import Run
 from holdfast.engine.profile.links import Measured
-from holdfast.engine.profile.measure import fits, layer_names, measure, read_facts, with_between
-from holdfast.engine.profile.passes import Passes, cut, micro_batch
-from holdfast.plan.profile import LayerCost, Link, Profile, uniform
-
-FLOAT, INT, BATCH, WIDTH = 4, 8, 4, 16  # bytes of a float and of an integer; samples; features
-ACTIVATION = BATCH * WIDTH * FLOAT
-LINEAR = (WIDTH * WIDTH + WIDTH) * FLOAT  # bytes of its weights
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def make_run(
-    *layers: nn.Module,
-    loss: Callable[[Any, Any], Tensor] = mse_loss,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.AdamW(ps, lr=1e-3),
-    data: Any = None,
-    micro_batch: int = BATCH,
-    **settings: Any,
-) -> Run:
-    data = data or TensorDataset(torch.randn(16, WIDTH), torch.randn(16, WIDTH))
-    return Run(
-        layers=list(layers),
-        loss=loss,
-        optimizer=optimizer,
-        data=data,
-        global_batch=8,
-        micro_batch=micro_batch,
-        **settings,
-    )
-
-
-def costs(*layers: nn.Module, rounds: int = 3, **settings: Any) -> tuple[LayerCost, ...]:
-    return measure(make_run(*layers, **settings).engine, rounds=rounds).costs
-
-
-def profile_of(run: Run) -> Profile:
-    inside = Measured(link=Link(bandwidth=1e9), seconds={}, error=0.0)
-    return measure(run.engine, rounds=3).profile("test", inside)
-
+from holdfast.engine.profile.measure import layer_names, measure, with_between
+from holdfast.engine.profile.passes import Passes, micro_batch
+from holdfast.plan.profile import LayerCost, Link
+from tests.engine.profile.runs import (
+    ACTIVATION,
+    BATCH,
+    FLOAT,
+    INT,
+    LINEAR,
+    WIDTH,
+    Masked,
+    Unmask,
+    costs,
+    linear,
+    make_run,
+    profile_of,
+)  # fmt: skip
 
 # --- bytes ----------------------------------------------------------------------------------------------
 
@@ -116,25 +90,6 @@ def test_a_frozen_layer_behind_a_trained_one_passes_the_gradient_on() -> None:
     _, frozen, _ = costs(linear(), linear().requires_grad_(False), linear())
     assert frozen.backward > 0
     assert frozen.output_gradient_bytes == ACTIVATION
-
-
-class Masked(nn.Module):
-    """Gives floats, integers, a mask and a number, as a dict or in a tuple."""
-
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self.inner = linear()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Any:
-        values = {"x": self.inner(x), "places": torch.arange(WIDTH), "mask": x > 0, "scale": 0.5}
-        return values if self.kind is dict else tuple(values.values())
-
-
-class Unmask(nn.Module):
-    def forward(self, given: Any) -> Tensor:
-        x, places, mask, scale = given.values() if isinstance(given, dict) else given
-        return x * mask * scale + places
 
 
 @pytest.mark.parametrize("kind", [dict, tuple])
@@ -282,189 +237,22 @@ def test_a_schedule_with_an_end_is_left_alone() -> None:
     assert len(costs(linear(), linear(), schedule=schedule, clip_norm=1.0)) == 2
 
 
-# --- a pass is a real one ---------------------------------------------------------------------------------
-
-
-def gradients(run: Run) -> list[Tensor]:
-    return [p.grad.clone() for p in run.engine.model.trainable if p.grad is not None]
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_cutting_changes_no_gradient(autocast: torch.dtype | None) -> None:
-    layers = [linear(), nn.ReLU(inplace=True), nn.Dropout(0.3), Masked(tuple), Unmask(), linear()]
-    run = make_run(*layers, autocast=autocast)
-    inputs, targets = micro_batch(run.engine)
-    loss = run.engine._forward(inputs, targets, step=0, index=0, between=lambda: None)
-    (loss * BATCH / 8).backward()  # type: ignore[no-untyped-call]
-    whole = gradients(run)
-    run.engine.model.module.zero_grad()
-    Passes(run.engine, inputs, targets).one()
-    assert len(whole) == 6
-    assert all(torch.equal(a, b) for a, b in zip(whole, gradients(run), strict=True))
-
-
-def test_control_another_dropout_changes_gradients() -> None:
-    run = make_run(linear(), nn.Dropout(0.3), linear())
-    inputs, targets = micro_batch(run.engine)
-    seen = []
-    for seed in (0, 1):
-        run.engine.model.module.zero_grad()
-        run.engine.model.seed = seed
-        Passes(run.engine, inputs, targets).one()
-        seen.append(gradients(run))
-    assert not all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
-def test_a_layer_may_write_into_its_input() -> None:
-    x = torch.ones(3)
-    crossing = cut(x)
-    crossing.inputs.zero_()
-    assert x.sum() == 3
-
-
-class Hidden(nn.Module):
-    """Leaves something for a later layer behind the boundary's back."""
-
-    kept: list[Tensor]
-
-    def __init__(self, kept: list[Tensor], *, gives: bool) -> None:
+class Named(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
-        self.box = [kept]
-        self.gives = gives
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gives:
-            self.box[0][:] = [self.inner(x)]
-            return self.box[0][0]
-        return self.inner(x) + self.box[0][0]
-
-
-class Opaque(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return object()
-
-
-def test_layers_that_cannot_be_cut_are_refused_in_words() -> None:
-    kept: list[Tensor] = []
-    with pytest.raises(UsageError, match=r"layer 0 \(Hidden\) has no backward pass of its own"):
-        costs(Hidden(kept, gives=True), Hidden(kept, gives=False))
-    with pytest.raises(UsageError, match=r"layer 1 \(Opaque\) gives a object, which cannot be sent"):
-        costs(linear(), Opaque(), linear())
-
-
-def test_bad_losses_are_refused_in_words() -> None:
-    with pytest.raises(UsageError, match="loss must give one number"):
-        costs(linear(), loss=lambda output, target: output - target)
-    with pytest.raises(UsageError, match="does not depend on any parameter"):
-        costs(linear(), loss=lambda output, target: mse_loss(output.detach(), target))
-
-
-# --- the hook ---------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_is_measured_does_not_train() -> None:
-    run = make_run(linear())
-    before, seen = run.sha256(), []
-    with instead_of_training(seen.append), pytest.raises(Ended):
-        next(run.steps(3))
-    assert seen == [run]
-    assert (run.step, run.sha256()) == (0, before)
-    assert [step.number for step in run.steps(2)] == [0, 1]  # and otherwise it does
-
-
-# --- whose profile is it? ---------------------------------------------------------------------------------
-
-
-class Heads(nn.Module):
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
         self.inner = linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.view(-1, self.heads, WIDTH // self.heads).flatten(1))
-
-
-@pytest.fixture(scope="module")
-def known() -> Profile:
-    return profile_of(make_run(Heads(), nn.Dropout(0.1), linear()))
-
-
-def test_a_profile_fits_the_run_it_was_made_from_and_one_like_it(known: Profile) -> None:
-    run = make_run(Heads(), nn.Dropout(0.1), linear())
-    assert fits(known, run) is None
-    assert fits(known, run) is None  # asking changes nothing
-    slower = make_run(Heads(), nn.Dropout(0.1), linear(), optimizer=lambda ps: torch.optim.AdamW(ps, lr=1.0))
-    assert fits(known, slower) is None
-    assert Profile.from_json(known.to_json()) == known
-
-
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        ([Heads(), linear()], "another model: it has 3 layers, this run's has 2"),
-        ([Heads(), nn.GELU(), linear()], "its layer 1 is '1 Dropout', this run's is '1 GELU'"),
-        (
-            [Heads(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH, bias=False)],
-            "has 1,088 bytes of weights, this run's has 1,024",
-        ),
-        ([Heads(), nn.Dropout(0.2), linear()], "same names and sizes, but their settings"),
-        ([Heads(4), nn.Dropout(0.1), linear()], "same names and sizes, but their settings"),
-    ],
-)
-def test_a_profile_of_another_model_is_told_apart(known: Profile, layers: list[nn.Module], said: str) -> None:
-    reason = fits(known, make_run(*layers))
-    assert reason is not None
-    assert said in reason
-
-
-def test_another_optimizer_loss_micro_batch_or_device_is_told_apart(known: Profile) -> None:
-    layers = [Heads(), nn.Dropout(0.1), linear()]
-
-    def sgd(ps: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(ps, lr=1e-3)
-
-    assert "the optimizer differ" in str(fits(known, make_run(*layers, optimizer=sgd)))
-    assert "the optimizer differ" in str(fits(known, make_run(*layers, loss=nn.functional.l1_loss)))
-    reason = fits(known, make_run(*layers, micro_batch=2))
-    assert reason == (
-        "a profile of another micro-batch: 4 samples; inputs float32 [4, 16]; targets float32 [4, 16]; "
-        "this run has 2 samples; inputs float32 [2, 16]; targets float32 [2, 16]"
-    )
-    assert "another device: cpu" in str(fits(known, make_run(*layers, autocast=torch.bfloat16)))
-    run = make_run(*layers)
-    torch.set_num_threads(2)
-    try:
-        assert "2 threads" in str(fits(known, run))
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_a_made_up_profile_fits_nothing() -> None:
-    assert "made up" in str(fits(uniform(1), make_run(linear())))
-
-
-def written(source: str) -> str:
-    """The key of a run whose layer has this forward."""
-    names: dict[str, Any] = {"nn": nn, "__name__": "a script"}
-    exec(f"class Layer(nn.Linear):\n    def forward(self, x):\n        {source}", names)
-    facts, *_ = read_facts(make_run(names["Layer"](WIDTH, WIDTH)).engine)
-    return facts.key
-
-
-def test_the_code_of_a_layer_counts_but_not_its_comments() -> None:
-    assert written("return super(Layer, self).forward(x)") == written("return super(Layer, self).forward(x)  # so")
-    assert written("return super(Layer, self).forward(x)") != written("return super(Layer, self).forward(x * 2)")
+        return self.inner(x)
 
 
 def test_names_come_from_the_model() -> None:
     assert layer_names(make_run(linear(), nn.GELU()).engine.model) == ["0 Linear", "1 GELU"]
     whole = Run(
-        layers=Heads(), loss=mse_loss, optimizer=torch.optim.AdamW, global_batch=8, micro_batch=4,
+        layers=Named(), loss=mse_loss, optimizer=torch.optim.AdamW, global_batch=8, micro_batch=4,
         data=TensorDataset(torch.randn(16, WIDTH), torch.randn(16, WIDTH)),
     )  # fmt: skip
-    assert layer_names(whole.engine.model) == ["Heads"]
+    assert layer_names(whole.engine.model) == ["Named"]
     (only,) = measure(whole.engine, rounds=3).costs
     assert (only.output_bytes, only.weight_bytes) == (0, LINEAR)
 
@@ -472,7 +260,8 @@ def test_names_come_from_the_model() -> None:
 # --- links in a profile -----------------------------------------------------------------------------------
 
 
-def test_what_is_known_between_hosts_is_said(known: Profile) -> None:
+def test_what_is_known_between_hosts_is_said() -> None:
+    known = profile_of(make_run(linear()))
     assert known.between == known.inside
     assert known.notes["between"] == "not measured: taken to be as inside a host"
     both = with_between(known, bandwidth=5e9, latency=1e-3)

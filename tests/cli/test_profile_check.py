@@ -1,0 +1,60 @@
+"""``holdfast profile --check``: is it a profile of this run?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.engine.profile.key import write_profile
+from holdfast.engine.profile.links import Measured
+from holdfast.engine.profile.measure import measure
+from holdfast.engine.profile.script import until_training
+from holdfast.plan.profile import Link
+from tests.cli.conftest import Call
+from tests.cli.profiling import holdfast, script
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    layers = until_training([script(tmp_path)], lambda run: measure(run.engine, rounds=3))
+    made_up = Measured(link=Link(bandwidth=1e9, latency=1e-4), seconds={}, error=0.0)
+    write_profile(tmp_path / "known.json", layers.profile("train", made_up))
+    return tmp_path / "known.json"
+
+
+def test_a_profile_of_this_run_is_recognized(known: Path, call: Call) -> None:
+    said = call("profile", "--check", "known.json", "train.py")
+    assert said.code == 0
+    assert "known.json is a profile of this model, micro-batch and device: train: 3 layers, " in said.out
+    assert not known.with_name("profile.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"width": 9},
+            "a profile of another model: its layer 0 (0 Linear) has 160 bytes of weights, this run's has 180",
+        ),
+        ({"micro": 8}, "a profile of another micro-batch: 4 samples; inputs float32 [4, 4]"),
+    ],
+)
+def test_a_profile_of_another_run_is_told_with_the_reason(
+    known: Path, call: Call, change: dict[str, int], reason: str
+) -> None:
+    script(known.parent, **change)
+    said = call("profile", "--check", "known.json", "train.py")
+    assert said.code == 2
+    assert f"holdfast: known.json: {reason}" in said.err
+
+
+def test_check_for_machines(known: Path) -> None:
+    script(known.parent, micro=8)
+    result = holdfast("--check", "known.json", "--json", "train.py", folder=known.parent)
+    assert result.returncode == 2
+    answer = json.loads(result.stdout)
+    assert not answer["fits"]
+    assert answer["reason"].startswith("a profile of another micro-batch: ")
