@@ -23,41 +23,33 @@ def split(micro_batches: int, templates: Sequence[Template]) -> list[int]:
             f"{micro_batches} micro-batches cannot be shared by {len(templates)} pipelines",
             hint=f"the nearest number that can is {len(templates)}",
         )
-    alone = len(templates) == 1
-    if alone:
+    if len(templates) == 1:
         return [micro_batches]
-    kinds = {id(template): template for template in templates}
-    slowest = _least_seconds(micro_batches, templates)
-    most = {kind: max(template.capacity(slowest), 1) for kind, template in kinds.items()}
-    given = [most[id(template)] for template in templates]
+    seconds = _least_seconds(micro_batches, templates)
+    given = _shares(seconds, templates)
     _take_back(sum(given) - micro_batches, given, templates)
     return given
 
 
 def _least_seconds(micro_batches: int, templates: Sequence[Template]) -> float:
-    """The shortest step that has time for all: halved down to it, then exactly."""
-    low = max(template.seconds(1) for template in templates)
-    if _total(low, templates) >= micro_batches:
-        return low
-    high = 2 * low
-    while _total(high, templates) < micro_batches:
+    """The shortest step that has time for all micro-batches, but for pipelines that take longer for a single one."""
+    low, high = 0.0, max(template.seconds(1) for template in templates)
+    while sum(_shares(high, templates)) < micro_batches:
         low, high = high, 2 * high
     while high - low > CLOSE * high:
         middle = (low + high) / 2
-        if _total(middle, templates) >= micro_batches:
+        if sum(_shares(middle, templates)) >= micro_batches:
             high = middle
         else:
             low = middle
-    # The step ends when some pipeline does: the last such moment within ``high``.
-    return max(template.seconds(max(template.capacity(high), 1)) for template in templates)
+    return high
 
 
-def _total(seconds: float, templates: Sequence[Template]) -> int:
-    counted: dict[int, int] = {}
-    for template in templates:
-        if id(template) not in counted:
-            counted[id(template)] = template.capacity(seconds)
-    return sum(counted[id(template)] for template in templates)
+def _shares(seconds: float, templates: Sequence[Template]) -> list[int]:
+    """What each has time for, and one for whoever has not even the time for that."""
+    kinds = {id(template): template for template in templates}
+    most = {kind: max(template.capacity(seconds), 1) for kind, template in kinds.items()}
+    return [most[id(template)] for template in templates]
 
 
 def _take_back(surplus: int, given: list[int], templates: Sequence[Template]) -> None:

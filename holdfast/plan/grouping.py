@@ -184,10 +184,10 @@ class _Network:
         The two paths beside the capacity on the lower hull of all (bytes, seconds), found by asking for
         the cheapest path at the price at which the last two cost the same.
         """
-        over = list(range(1, self.nodes + 1))
+        over = self._fastest()
         if self.cost_of(over)[1] <= capacity:
             return over, []
-        under = [end for end in over if self.crossing[end] == 0]
+        under = [end for end in range(1, self.nodes + 1) if self.crossing[end] == 0]
         prices: list[float] = []
         while True:
             (slow, few), (fast, many) = self.cost_of(under), self.cost_of(over)
@@ -198,6 +198,20 @@ class _Network:
             if seconds + price * crossing >= (slow + price * few) * (1 - EQUAL):
                 return under, prices
             over, under = (path, under) if crossing > capacity else (over, path)
+
+    def _fastest(self) -> list[int]:
+        """The least seconds whatever the bytes, and of those the fewest bytes: groups that take no time need no log."""
+        seconds, sizes, sources = np.zeros(self.nodes + 1), np.zeros(self.nodes + 1), [0]
+        for end in range(1, self.nodes + 1):
+            totals = seconds[:end] + self.seconds[:end, end]
+            fastest = np.flatnonzero(totals <= totals.min() * (1 + EQUAL))
+            source = int(fastest[np.argmin(sizes[fastest])])
+            seconds[end], sizes[end] = totals[source], sizes[source] + self.crossing[end]
+            sources.append(source)
+        path = [self.nodes]
+        while sources[path[0]]:
+            path.insert(0, sources[path[0]])
+        return path
 
     def _forward(self, price: float) -> Floats:
         """The least that a path to each end costs, with bytes at this price."""

@@ -109,8 +109,9 @@ def make_plan(
     if len(nodes) < templates.needed:
         return _shortage(templates, len(nodes))
     known = {node: held[node] for node in nodes if held and len(held.get(node, ()))}
+    running = any((held or {}).values())
     menu = Menu(templates.by_nodes)
-    demand = _demand(templates, len(nodes), micro_batches, running=any((held or {}).values()))
+    demand = _demand(templates, len(nodes), micro_batches, running=running)
     seconds, found = fastest(menu, demand)
     composition, placement = _place(templates, menu, nodes, known, demand, seconds * (1 + slack), found)
     chosen = [menu.templates[size] for size, count in composition.items() for _ in range(count)]
@@ -126,11 +127,7 @@ def make_plan(
         for template, share in zip(chosen, shares, strict=True)
     )
     kept = {layer for layers in known.values() for layer in layers}
-    lost = (
-        [layer for layer in range(len(templates.profile.layers)) if layer not in kept]
-        if any((held or {}).values())
-        else []
-    )
+    lost = [layer for layer in range(len(templates.profile.layers)) if running and layer not in kept]
     return Plan(
         pipelines=pipelines,
         tolerate=templates.tolerate,

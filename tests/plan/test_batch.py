@@ -89,3 +89,10 @@ def test_thousands_are_split_at_once() -> None:
     assert sum(given_out) == 100_000
     seconds = [template.seconds(n) for template, n in zip(chosen, given_out, strict=True)]
     assert max(seconds) - min(seconds) < 2 * max(t.seconds(2) - t.seconds(1) for t in chosen)
+
+
+def test_a_slow_pipeline_beside_a_fast_one_is_no_work() -> None:
+    """While the slow one does its single micro-batch, the fast one would have time for millions."""
+    slow = make_templates(uniform(2, forward=1000.0, backward=2000.0), nodes=1, tolerate=0).by_nodes[1]
+    fast = make_templates(uniform(2, forward=1e-6, backward=2e-6, weight_bytes=1), nodes=1, tolerate=0).by_nodes[1]
+    assert split(12, [slow, fast]) == [1, 11]

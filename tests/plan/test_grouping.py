@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
@@ -90,6 +90,15 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
 
 
 @given(cases())
+@example(
+    {
+        "recovery_seconds": [0, 0, 3],
+        "boundary_bytes": [5, 120835],
+        "bandwidth": float("inf"),
+        "interval": 12,
+        "budget": 1450080,
+    }
+)
 @settings(deadline=None, max_examples=150)
 def test_equal_to_brute_force(case: dict) -> None:
     chosen = choose_groups(**case)
