@@ -6,6 +6,7 @@ for is a knapsack over sizes. The least T for which that reaches the step's micr
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from holdfast.plan.timeline import Vector
 
 Composition = dict[int, int]  # pipelines by size
 NEVER = -(1 << 60)  # what an impossible sum of sizes has time for
-HALVINGS = 12  # then few steps are left that could be the best, and they are tried from above
+HALVINGS = 12  # before it is asked whether the best is found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +96,20 @@ def fastest(menu: Menu, demand: Demand) -> tuple[float, Composition]:
     while (found := _within(menu, demand, high)) is None:
         low, high = high, 2 * high
     best = found
-    for attempt in range(10_000):
+    for attempt in itertools.count():
         high = min(high, menu.last_end(best, high))
-        target = (low + high) / 2 if attempt < HALVINGS else high * (1 - CLOSE)
+        if high - low <= CLOSE * high:
+            break
+        # Soon few steps are left that could be the best: then it pays to ask whether anything is below at all.
+        below = attempt >= HALVINGS and attempt % 2 == 0
+        target = high * (1 - CLOSE) if below else (low + high) / 2
         found = _within(menu, demand, target)
         if found is not None:
             best, high = found, target
-        elif attempt < HALVINGS:
-            low = target
-        else:
+        elif below:
             break
+        else:
+            low = target
     if demand.fewest == 1 and demand.nodes in menu.templates:
         alone = menu.templates[demand.nodes].seconds(demand.micro_batches, alone=True)
         if alone <= high:
