@@ -70,6 +70,20 @@ def _timed(times: Times, name: str, profile: Profile, nodes: int) -> Templates:
 # --- models ---------------------------------------------------------------------------------------
 
 
+def changed(one: LayerCost, *, forward: float, backward: float, sent: int, weights: int) -> LayerCost:
+    """A layer of other costs, trained with Adam."""
+    return replace(
+        one,
+        forward=forward,
+        backward=backward,
+        output_bytes=sent,
+        output_gradient_bytes=sent,
+        weight_bytes=weights,
+        trainable_bytes=weights,
+        slot_bytes=2 * weights,
+    )
+
+
 def transformer(layers: int) -> Profile:
     """An embedding of many weights and little work, equal blocks, a head that works more than a block.
 
@@ -77,9 +91,9 @@ def transformer(layers: int) -> Profile:
     [0.001, 0.01, 0.01, 0.025]
     """
     plain = uniform(layers)
-    weights = {"weight_bytes": 512 << 20, "trainable_bytes": 512 << 20, "slot_bytes": 1 << 30}
-    embedding = replace(plain.layers[0], name="embedding", forward=0.001, backward=0.001, **weights)
-    head = replace(plain.layers[-1], name="head", forward=0.025, backward=0.05, **weights)
+    first, last = plain.layers[0], plain.layers[-1]
+    embedding = changed(first, forward=0.001, backward=0.001, sent=first.output_bytes, weights=512 << 20)
+    head = changed(last, forward=0.025, backward=0.05, sent=last.output_bytes, weights=512 << 20)
     blocks = plain.layers[1:-1]
     return replace(plain, model=f"transformer, {layers} layers", layers=(embedding, *blocks, head))
 
@@ -91,16 +105,7 @@ def at_random(layers: int) -> Profile:
     def layer(one: LayerCost) -> LayerCost:
         forward = draw.uniform(0.002, 0.02)
         sent, weights = int(draw.uniform(0.1, 4) * 2**20), int(draw.uniform(1, 128) * 2**20)
-        return replace(
-            one,
-            forward=forward,
-            backward=forward * draw.uniform(1, 3),
-            output_bytes=sent,
-            output_gradient_bytes=sent,
-            weight_bytes=weights,
-            trainable_bytes=weights,
-            slot_bytes=2 * weights,
-        )
+        return changed(one, forward=forward, backward=forward * draw.uniform(1, 3), sent=sent, weights=weights)
 
     plain = uniform(layers)
     return replace(plain, model=f"random, {layers} layers", layers=tuple(map(layer, plain.layers)))
@@ -117,20 +122,11 @@ def convolutions(layers: int) -> Profile:
     def layer(number: int, one: LayerCost) -> LayerCost:
         depth = 4 * number // layers
         forward, sent, weights = draw.uniform(0.005, 0.015), (32 << 20) >> depth, (2 << 20) << 2 * depth
-        return replace(
-            one,
-            forward=forward,
-            backward=2 * forward,
-            output_bytes=sent,
-            output_gradient_bytes=sent,
-            weight_bytes=weights,
-            trainable_bytes=weights,
-            slot_bytes=2 * weights,
-        )
+        return changed(one, forward=forward, backward=2 * forward, sent=sent, weights=weights)
 
     plain = uniform(layers)
-    changed = tuple(layer(number, one) for number, one in enumerate(plain.layers))
-    return replace(plain, model=f"convolutions, {layers} layers", layers=changed)
+    made = tuple(layer(number, one) for number, one in enumerate(plain.layers))
+    return replace(plain, model=f"convolutions, {layers} layers", layers=made)
 
 
 MODELS: dict[str, Callable[[int], Profile]] = {
