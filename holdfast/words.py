@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 from itertools import groupby
 
 
@@ -26,6 +27,11 @@ def seconds_text(seconds: float) -> str:
     ('0.42 ms', '12.3 ms', '12.3 s')
     """
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def time_text(when: float, *, short: bool = False) -> str:
+    """A time on this machine's clock; without the year where there is little room."""
+    return datetime.fromtimestamp(when).strftime("%m-%d %H:%M" if short else "%Y-%m-%d %H:%M") if when else ""
 
 
 def count(number: int, noun: str) -> str:

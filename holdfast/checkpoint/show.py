@@ -3,92 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
-
-from rich import box
-from rich.console import Console, JustifyMethod
-from rich.markup import escape
-from rich.table import Table
 
 from holdfast.checkpoint.diff import Difference, Row
 from holdfast.checkpoint.facts import some
 from holdfast.checkpoint.listing import COMPLETE, UNFINISHED, Found
 from holdfast.checkpoint.verify import Damage, Verdict
-from holdfast.words import count, size_text
-
-ROWS = 20  # of a table, unless all are asked for
-NARROW = 8  # characters that a folded column has at least
-
-
-def time_text(when: float, *, short: bool = False) -> str:
-    """A time on this machine's clock; without the year where there is little room."""
-    return datetime.fromtimestamp(when).strftime("%m-%d %H:%M" if short else "%Y-%m-%d %H:%M") if when else ""
-
-
-class Screen:
-    """Prints tables and sentences; on stderr where stdout is for JSON. A pipe gets every line whole."""
-
-    def __init__(self, *, aside: bool = False, everything: bool = False) -> None:
-        self.console = Console(stderr=aside, highlight=False)
-        if not self.console.is_terminal and "COLUMNS" not in os.environ:
-            self.console = Console(stderr=aside, highlight=False, width=10_000)
-        self.everything = everything
-
-    def say(self, text: str = "", *, style: str = "") -> None:
-        """A sentence, which the terminal wraps between words."""
-        self.console.print(escape(text), style=style or None)
-
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
-        """A table. ``>name`` is a column of numbers, ``name~`` may be folded, ``name?`` left out if there is no room;
-        empty columns are always left out."""
-        shown = rows if self.everything else rows[:ROWS]
-        longest = {
-            name: max(len(name.strip(">~?")), *(len(row[number]) for row in shown))
-            for number, name in enumerate(columns)
-            if any(row[number] for row in shown)
-        }
-        widths = fitted(longest, self.console.width)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-        for name, width in widths.items():
-            side: JustifyMethod = "right" if name.startswith(">") else "left"
-            table.add_column(name.strip(">~?"), justify=side, width=width, overflow="fold")
-        for row in shown:
-            table.add_row(*(escape(cell) for name, cell in zip(columns, row, strict=True) if name in widths))
-        if title:
-            self.say(title, style="bold")
-        self.console.print(table)
-        self.more(len(rows) - len(shown))
-
-    def more(self, number: int, noun: str = "") -> None:
-        """How much is not shown."""
-        if number > 0:
-            self.say(f"… and {number:,} more{noun} (--all shows them)", style="dim")
-
-
-def fitted(longest: Mapping[str, int], room: int) -> dict[str, int]:
-    """The widths of a table's columns: all they need, or what is left for those that may be folded.
-
-    >>> fitted({"name~": 40, ">size": 6, "files?": 5, "notes~": 10}, 40)
-    {'name~': 20, '>size': 6, 'notes~': 10}
-    """
-    widths = dict(longest)
-    for name in [name for name in reversed([*longest]) if name.endswith("?")]:
-        if _total(widths) > room:
-            del widths[name]
-    for _ in range(max(0, _total(widths) - room)):
-        folded = [name for name in widths if name.endswith("~") and widths[name] > NARROW]
-        if not folded:
-            break
-        widths[max(folded, key=lambda name: widths[name])] -= 1
-    return widths
-
-
-def _total(widths: Mapping[str, int]) -> int:
-    return sum(widths.values()) + 2 * (len(widths) - 1)
-
+from holdfast.screen import ROWS, Screen
+from holdfast.words import count, size_text, time_text
 
 # --- ls -------------------------------------------------------------------------------------------
 

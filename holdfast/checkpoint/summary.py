@@ -11,9 +11,9 @@ from typing import Any
 from holdfast import codec
 from holdfast.checkpoint.facts import box_text, bytes_of, groups_of, leaves, marks_of, shape_text, some, step_of
 from holdfast.checkpoint.pieces import Catalogue, Entry, Ref
-from holdfast.checkpoint.show import ROWS, Screen, time_text
 from holdfast.errors import UsageError
-from holdfast.words import count, ranges_text, size_text
+from holdfast.screen import ROWS, Screen
+from holdfast.words import count, ranges_text, size_text, time_text
 
 
 def matching(catalogue: Catalogue, pattern: str | None) -> dict[str, Entry]:

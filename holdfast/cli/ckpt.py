@@ -56,7 +56,8 @@ def ls(
 ) -> None:
     """List the checkpoints in a folder and below it, complete or not."""
     from holdfast.checkpoint.listing import find
-    from holdfast.checkpoint.show import Screen, show_list
+    from holdfast.checkpoint.show import show_list
+    from holdfast.screen import Screen
 
     found = find(path)
     show_list(Screen(aside=as_json, everything=everything), path, found)
@@ -76,8 +77,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, values, files and who wrote them. Reads no tensor."""
-    from holdfast.checkpoint.show import Screen
     from holdfast.checkpoint.summary import matching, show, to_json
+    from holdfast.screen import Screen
 
     catalogue = _open(path, format, rules)
     where = _shown(path, catalogue)
@@ -96,9 +97,10 @@ def verify(
 ) -> None:
     """Check every byte of a checkpoint, and name everything that is damaged. Exit code 4 if anything is."""
     from holdfast.checkpoint.progress import bar
-    from holdfast.checkpoint.show import Screen, show_verdict
+    from holdfast.checkpoint.show import show_verdict
     from holdfast.checkpoint.verify import open_to_verify, work_of
     from holdfast.checkpoint.verify import verify as check
+    from holdfast.screen import Screen
 
     catalogue = open_to_verify(path, lambda: _open(path, format, rules))
     where = _shown(path, catalogue)
@@ -137,7 +139,8 @@ def diff(
     """
     from holdfast.checkpoint.diff import Comparison, parse_rename
     from holdfast.checkpoint.progress import bar
-    from holdfast.checkpoint.show import Screen, show_difference
+    from holdfast.checkpoint.show import show_difference
+    from holdfast.screen import Screen
 
     renames = [parse_rename(text) for text in rename or ()]
     left, right = _open(a, rules=rules_a), _open(b, rules=rules_b)
@@ -171,7 +174,7 @@ def convert(
     """Write a checkpoint in another format, a few megabytes at a time."""
     from holdfast.checkpoint import convert as work
     from holdfast.checkpoint.progress import bar
-    from holdfast.checkpoint.show import Screen
+    from holdfast.screen import Screen
     from holdfast.words import count, size_text
 
     screen = Screen(aside=as_json)

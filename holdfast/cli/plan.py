@@ -52,8 +52,9 @@ def plan(
     from holdfast.plan.outlook import look_ahead
     from holdfast.plan.picture import save
     from holdfast.plan.planner import Shortage, make_plan
-    from holdfast.plan.show import headings, make_console, planned_for, show
+    from holdfast.plan.show import WIDE, headings, planned_for, show
     from holdfast.plan.template import make_templates
+    from holdfast.screen import make_console
 
     if picture is not None:
         check_path(picture)
@@ -66,7 +67,7 @@ def plan(
         raise UsageError(made.reason, hint=made.hint)
     with make_console(aside=True).status("every kind of loss ..."):
         outlook = look_ahead(templates, made, slack=slack / 100)
-    console = make_console(aside=as_json)
+    console = make_console(aside=as_json, pipe=WIDE)
     show(console, templates, made, outlook)
     if picture is not None:
         save(picture, title=planned_for(templates, made), panels=headings(made))

@@ -20,9 +20,9 @@ from holdfast.errors import UsageError
 from holdfast.plan.profile import uniform
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.show import Screen
     from holdfast.plan.profile import Profile
     from holdfast.run import Run
+    from holdfast.screen import Screen
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Script:
 
     def __init__(self, *, command: list[str], module: bool, as_json: bool) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: as holdfast run has it
-        from holdfast.checkpoint.show import Screen
+        from holdfast.screen import Screen
 
         self.screen = Screen(aside=as_json, everything=True)
         self.name = command[0] if module else Path(command[0]).stem
@@ -189,9 +189,9 @@ def _measured(script: Script, *, rounds: int, fresh: bool) -> tuple[Profile, boo
 
 
 def _publish(made: Profile, target: Path, *, shown: Path, is_cached: bool, screen: Screen) -> None:
-    from holdfast.checkpoint.show import time_text
     from holdfast.engine.profile.key import write_profile
     from holdfast.engine.profile.show import show_profile
+    from holdfast.words import time_text
 
     show_profile(screen, made)
     if is_cached:

@@ -58,7 +58,7 @@ def simulate(
     """
     # Imported here, so that the other commands do not wait for numpy and rich.
     from holdfast.pictures import check_path
-    from holdfast.plan.show import make_console
+    from holdfast.screen import make_console
     from holdfast.simulate.outcome import check_enough, check_systems
     from holdfast.simulate.prepare import by_planner, by_tables, the_trace
     from holdfast.simulate.tables import Tables, read_tables
@@ -86,7 +86,8 @@ def simulate(
 
 def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_json: bool) -> None:
     """Judges the systems, and shows, draws and prints what came out."""
-    from holdfast.plan.show import make_console
+    from holdfast.plan.show import WIDE
+    from holdfast.screen import make_console
     from holdfast.simulate.outcome import judge
     from holdfast.simulate.plot import plot as draw
     from holdfast.simulate.show import show
@@ -99,7 +100,7 @@ def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_js
     outcomes, ideal = [found[name] for name in names], found["ideal"]
     best = ideal.samples_per_s
     sources = {name: text for name, text in prepared.sources.items() if name in names or not name}
-    console = make_console(aside=as_json)
+    console = make_console(aside=as_json, pipe=WIDE)
     show(console, setting.trace, setting.facts.model, outcomes, best=best)
     for line in [*setting.trace.notes, *in_words(sources)]:
         console.print(f"· {line}", markup=False, soft_wrap=True)

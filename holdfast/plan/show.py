@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich import box
-from rich.console import Console, JustifyMethod
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console
 
 from holdfast.plan.outlook import Case, Losses, Outlook
 from holdfast.plan.picture import PANELS, chart, idle_shares, some
@@ -17,18 +13,11 @@ from holdfast.plan.planner import Pipeline, Plan, Shortage
 from holdfast.plan.template import PER_DEVICE, Template, Templates
 from holdfast.plan.terminal import STAGES, drawing, legend
 from holdfast.plan.words import gap_text, hits_text, names_text, pipelines_text, runs
+from holdfast.screen import Screen
 from holdfast.words import count, ranges_text, seconds_text, size_text
 
 ROWS = 8  # of a table
 WIDE = 120  # where a pipe has no width
-
-
-def make_console(*, aside: bool = False) -> Console:
-    """As wide as the terminal; a pipe gets a width of its own."""
-    console = Console(stderr=aside, highlight=False)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(stderr=aside, highlight=False, width=WIDE)
 
 
 def show(console: Console, templates: Templates, plan: Plan, outlook: Outlook) -> None:
@@ -183,20 +172,12 @@ def _outcome(after: Plan | Shortage) -> list[str]:
 
 
 def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> None:
-    """``>name`` is a column of numbers; ``name~`` may be folded."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in columns:
-        side: JustifyMethod = "right" if name.startswith(">") else "left"
-        table.add_column(name.strip(">~"), justify=side, no_wrap=not name.endswith("~"), overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
     _say(console)
-    _say(console, title, style="bold")
-    console.print(table)
+    Screen(console).table(columns, rows, title=title)
 
 
 def _say(console: Console, text: str = "", *, style: str = "") -> None:
-    console.print(escape(text), style=style or None)
+    Screen(console).say(text, style=style)
 
 
 def _more(number: int, noun: str) -> str:

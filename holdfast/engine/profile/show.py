@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.show import Screen
 from holdfast.plan.profile import LayerCost, Link, Profile
+from holdfast.screen import Screen
 from holdfast.words import size_text
 
 COLUMNS = ["layer~", ">forward ms", ">backward ms", ">ratio", ">boundary", ">state", ">saved"]
