@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.plan.template import CLOSE, PLENTY, TINY, Template
+from holdfast.plan.cut import TINY
+from holdfast.plan.template import CLOSE, PLENTY, Template
 from holdfast.plan.timeline import Vector
 
 Composition = dict[int, int]  # pipelines by size

@@ -86,25 +86,23 @@ class Costs:
         return resident + under_way * int(self.saved[stop] - self.saved[first])
 
     def fits(self, chain: Chain) -> bool:
-        """Is there a cut whose stages all fit into the memory?
-
-        Each stage takes all that it can: a later one has fewer micro-batches under way, so whatever an earlier
-        one could leave to it fits there too.
-        """
+        """Is there a cut whose stages all fit into the memory? Follows every layer that a stage may begin with."""
         if chain.stages > self.count:
             return False
         if self.profile.memory is None:
             return True
-        first = 0
+        begins = np.zeros(self.count + 1, dtype=bool)
+        begins[0] = True
         for stage in range(chain.stages):
             needed = self.resident + min(chain.stages - stage, chain.micro_batches) * self.saved
-            stop = int(np.searchsorted(needed, needed[first] + self.profile.memory, side="right")) - 1
-            if stop == first:
-                return False
-            first = stop
-            if first == self.count:
-                return True
-        return False
+            furthest = np.searchsorted(needed, needed + self.profile.memory, side="right") - 1
+            first = np.flatnonzero(begins)
+            # The next stage begins behind at least one layer of this one, and at most at the furthest.
+            change = np.zeros(self.count + 3, dtype=int)
+            np.add.at(change, first + 1, 1)
+            np.add.at(change, furthest[first] + 1, -1)
+            begins = np.cumsum(change)[: self.count + 1] > 0
+        return bool(begins[self.count])
 
 
 def _sums(values: list[float]) -> Vector:

@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.errors import UsageError
 from holdfast.plan.costs import Chain, Costs
-from holdfast.plan.cut import EFFORT, Bounds, Cut, best_cut
+from holdfast.plan.cut import EFFORT, TINY, Bounds, Cut, best_cut
 from holdfast.plan.profile import Profile
 from holdfast.plan.sizes import PER_DEVICE as PER_DEVICE
 from holdfast.plan.sizes import chains, fewest_nodes, what_it_takes, what_would_help
@@ -26,7 +26,6 @@ from holdfast.words import count
 FEW = 16  # up to here the time of every number of micro-batches is known exactly,
 CLOSELY = 40  # of so many numbers up to twice the stages,
 WIDELY = (3, 4, 5, 6)  # and of these times the stages; in between it is all but linear
-TINY = 1e-12  # rounding: not a difference
 CLOSE = 1e-9  # relative: nearer times are equal
 PLENTY = 10**9  # micro-batches in a lane; whoever has time for more has time for any step
 
@@ -130,9 +129,6 @@ class Template:
             range(self.stages[first].first, self.stages[first + per_node - 1].stop)
             for first in range(0, len(self.stages), per_node)
         )
-
-    def layers_on(self, node: int) -> range:
-        return self.roles[node]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def check(plan: Plan | Shortage, templates: Templates, nodes: Collection[str], m
     for pipeline in plan.pipelines:
         assert pipeline.template is templates.by_nodes[len(pipeline.nodes)]
         assert pipeline.micro_batches >= 1
-        roles = [pipeline.template.layers_on(place) for place in range(len(pipeline.nodes))]
+        roles = [pipeline.template.roles[place] for place in range(len(pipeline.nodes))]
         assert [layer for role in roles for layer in role] == list(range(len(templates.profile.layers)))
     assert sum(pipeline.micro_batches for pipeline in plan.pipelines) == micro_batches
     held = plan.held()
