@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
 from holdfast.plan.profile import LayerCost
 from holdfast.plan.timeline import Vector
@@ -86,6 +85,8 @@ def _kinds(ranges: Sequence[range]) -> tuple[Vector, Vector]:
 def _assign(cost: Vector) -> tuple[Vector, Vector]:
     if (cost == cost[:, :1]).all():  # all nodes are alike: a fresh start
         return np.arange(cost.shape[0]), np.arange(cost.shape[0])
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]  # a third of a second
+
     rows, columns = linear_sum_assignment(cost)
     return rows, columns
 

@@ -187,7 +187,11 @@ def _place(
     else:
         limit = max(TRIES // demand.nodes, 4) if held else 1
         candidates = equals(menu, demand, seconds, _intact(templates, held), limit) or [found]
-    tried = [(place(_places(templates, each), nodes, held, layers), each) for each in candidates]
+    tried: list[tuple[Placement, Composition]] = []
+    for each in candidates:
+        tried.append((place(_places(templates, each), nodes, held, layers), each))
+        if not tried[-1][0].moved_bytes:  # none can be better
+            break
     best = min(tried, key=lambda pair: pair[0].moved_bytes)
     return best[1], best[0]
 

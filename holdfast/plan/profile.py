@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
@@ -80,6 +82,17 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return {"holdfast_profile": VERSION, **asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """The profile in a file, as ``holdfast profile`` writes it."""
+        try:
+            document = json.loads(path.read_text())
+        except OSError as e:
+            raise UsageError(f"cannot read the profile {path}: {e.strerror or e}") from e
+        except ValueError as e:
+            raise UsageError(f"the profile {path} is not JSON: {e}", hint="make one: holdfast profile train.py") from e
+        return cls.from_json(document)
 
     @classmethod
     def from_json(cls, document: Any) -> Profile:

@@ -1,0 +1,296 @@
+"""Which worker takes which place, so that no host takes every copy of a layer with it.
+
+A layout says which places there are; here the workers are dealt out to them. Hosts are failure domains of any
+sizes. The places of a layer (one in each pipeline) must be on enough different hosts; among the ways to do that,
+the one that moves the fewest bytes is looked for best first: the cheapest assignment without regard to hosts is a
+lower bound, and where it breaks a rule, the ways to mend that are its branches.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+
+from holdfast.plan.lines import Layout
+from holdfast.words import count, ranges_text
+
+EFFORT = 120  # assignments looked at for the fewest bytes; as many again for any that keeps the rules
+EXACT = 2**52  # whole numbers up to here are exact in floating point
+
+Domains = tuple[int, ...]  # the hosts that each place may be on, as bits
+
+
+def spread(
+    layout: Layout,
+    *,
+    hosts: Sequence[str],
+    held: Sequence[Collection[int]],
+    sizes: Sequence[int],
+    barred: Collection[int] = (),
+) -> Layout:
+    """Puts each layer on min(copies, tolerate + 1) hosts if that can be done, and moves the fewest bytes for it.
+
+    ``hosts`` and ``held`` tell each rank's host and layers, ``sizes`` each layer's bytes. Ranks that have no place
+    may get one, except for those that are ``barred`` because they are about to leave.
+
+    >>> from holdfast.plan.lines import Layout, Line
+    >>> stages = (range(0, 2), range(2, 4))
+    >>> lines = (Line(ranks=(0, 2), layers=stages), Line(ranks=(1, 3), layers=stages))
+    >>> before = Layout(lines=lines, size=4, layers=4, tolerate=1, minimum=2, reason="2 pipelines of 2")
+    >>> after = spread(before, hosts="aabb", held=[()] * 4, sizes=[1] * 4)
+    >>> [line.ranks for line in after.lines], after.reason
+    ([(0, 2), (3, 1)], '2 pipelines of 2; 2 workers change places, so that each layer is on 2 hosts')
+    """
+    given = [rank for line in layout.lines for rank in line.ranks]
+    usable = sorted({*range(layout.size)} - {*barred} | {*given})
+    names = sorted({hosts[rank] for rank in usable})
+    wanted = min(len(layout.lines), layout.tolerate + 1)
+    if wanted < 2:
+        return layout
+    if len(names) < 2:
+        return replace(layout, reason=f"{layout.reason}; every copy is on host {names[0]}, the only one")
+    places = [layers for line in layout.lines for layers in line.layers]
+    task = Task(
+        cost=_costs(places, [held[rank] for rank in usable], sizes, [usable.index(rank) for rank in given]),
+        host_of=np.array([names.index(hosts[rank]) for rank in usable]),
+        groups=_groups(places, layout.layers),
+    )
+    taken = [usable[column] for column in _solve(task, min(wanted, len(names)), sizes)]
+    return _with_ranks(layout, given, taken, hosts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Neighbouring layers that the same places hold."""
+
+    layers: range
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What is to be assigned: a row for each place, a column for each rank that may have one."""
+
+    cost: NDArray[np.float64]
+    host_of: NDArray[np.int64]
+    groups: tuple[Group, ...]
+
+    @cached_property
+    def room(self) -> list[int]:
+        """The ranks on each host."""
+        return [int(number) for number in np.bincount(self.host_of)]
+
+    @property
+    def anywhere(self) -> list[int]:
+        return [(1 << len(self.room)) - 1] * len(self.cost)
+
+    def assign(self, domains: Sequence[int]) -> list[int] | None:
+        """The column of each row that is cheapest within these hosts."""
+        width = len(self.room) // 8 + 1
+        packed = np.frombuffer(b"".join(domain.to_bytes(width, "little") for domain in domains), dtype=np.uint8)
+        allowed = np.unpackbits(packed.reshape(len(domains), width), axis=1, bitorder="little")
+        try:
+            _, columns = linear_sum_assignment(np.where(allowed[:, self.host_of], self.cost, np.inf))
+        except ValueError:  # none is left
+            return None
+        return [int(column) for column in columns]
+
+
+def _groups(places: Sequence[range], layers: int) -> tuple[Group, ...]:
+    cuts = sorted({0, layers, *(place.start for place in places), *(place.stop for place in places)})
+    return tuple(
+        Group(layers=range(first, stop), places=tuple(n for n, place in enumerate(places) if first in place))
+        for first, stop in pairwise(cuts)
+    )
+
+
+def _costs(
+    places: Sequence[range], held: Sequence[Collection[int]], sizes: Sequence[int], given: Sequence[int]
+) -> NDArray[np.float64]:
+    """Bytes each rank lacks for each place; among equals, as few as can be leave their place."""
+    has = np.array([[layer in layers for layer in range(len(sizes))] for layers in held], dtype=bool)
+    needs = np.array([[layer in place for layer in range(len(sizes))] for place in places], dtype=bool)
+    weights = [int(size) for size in sizes]
+    while sum(weights) * (len(places) + 1) ** 2 > EXACT:  # every worker must get the same sums
+        weights = [weight // 2 for weight in weights]
+    bytes_of = np.array(weights, dtype=np.float64)
+    cost: NDArray[np.float64] = (needs * bytes_of) @ (~has).T.astype(np.float64) * (len(places) + 1)
+    cost += 1
+    cost[np.arange(len(places)), given] -= 1
+    return cost
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+class Search:
+    """Assignments with every group of places on at least so many hosts, best first."""
+
+    def __init__(self, task: Task, needs: Sequence[int]) -> None:
+        self.task = task
+        self.needs = tuple(needs)
+        self.looked_at = 0
+        self._open: list[tuple[float, float, int, Domains, list[int]]] = []
+
+    def run(self, effort: int) -> list[int] | None:
+        """The column of each row. None: there is no such assignment, or none was found with this effort."""
+        self._look_at(self.task.anywhere, greedy=False)
+        for greedy in (False, True):
+            if greedy:  # the fewest bytes are out of reach: any that keeps the rules
+                self._open = [(broken, bound, n, domains, columns) for bound, broken, n, domains, columns in self._open]
+                heapq.heapify(self._open)
+            while self._open and self.looked_at < effort * (1 + greedy):
+                first, second, _, domains, columns = heapq.heappop(self._open)
+                if (first if greedy else second) == 0:
+                    return columns
+                self._branch(domains, columns, greedy=greedy)
+        return self._deal(effort) if self._open else None
+
+    def _deal(self, effort: int) -> list[int] | None:
+        """Where rules are tight, bytes lead astray: host by host, beginning with the first layers."""
+        waiting = [self.task.anywhere]
+        order = list(dict.fromkeys(place for group in self.task.groups for place in group.places))
+        while waiting and effort > 0:
+            domains = waiting.pop()
+            effort -= 1
+            if not self._narrow(domains):
+                continue
+            choices = [place for place in order if domains[place].bit_count() > 1]
+            if not choices:
+                return self.task.assign(domains)
+            place = min(choices, key=lambda choice: domains[choice].bit_count())
+            left = [room - domains.count(1 << host) for host, room in enumerate(self.task.room)]
+            hosts = [host for host in range(len(left)) if domains[place] >> host & 1]
+            hosts.sort(key=lambda host: (left[host], -host))  # the one with the most room left comes last: it is next
+            waiting += [[*domains[:place], 1 << host, *domains[place + 1 :]] for host in hosts]
+        return None
+
+    def _branch(self, domains: Domains, columns: Sequence[int], *, greedy: bool) -> None:
+        """A broken group is on too few hosts: some place of it, the first say, has to be on another one."""
+        host_of = self.task.host_of[columns].tolist()
+        choices = []
+        for group, need in zip(self.task.groups, self.needs, strict=True):
+            used = _bits(host_of[place] for place in group.places)
+            if used.bit_count() < need:
+                choices.append((sum(bool(domains[p] & ~used) for p in group.places), used, group.places))
+        _, used, places = min(choices)
+        before = list(domains)
+        for place in places:
+            child = list(before)
+            child[place] &= ~used
+            self._look_at(child, greedy=greedy)
+            before[place] &= used
+
+    def _look_at(self, domains: list[int], *, greedy: bool) -> None:
+        if not self._narrow(domains):
+            return
+        self.looked_at += 1
+        if (columns := self.task.assign(domains)) is not None:
+            bound, broken = float(self.task.cost[range(len(columns)), columns].sum()), float(self._broken(columns))
+            keys = (broken, bound) if greedy else (bound, broken)
+            heapq.heappush(self._open, (*keys, -self.looked_at, tuple(domains), columns))
+
+    def _broken(self, columns: list[int]) -> int:
+        host_of = self.task.host_of[columns].tolist()
+        used = [_bits(host_of[place] for place in group.places).bit_count() for group in self.task.groups]
+        return sum(max(0, need - number) for number, need in zip(used, self.needs, strict=True))
+
+    def _narrow(self, domains: list[int]) -> bool:
+        """Strikes out hosts that a place cannot be on any more. False: some place has none left."""
+        before: list[int] = []
+        while before != domains:
+            before = list(domains)
+            if not (self._narrow_groups(domains) and self._narrow_hosts(domains)):
+                return False
+        return True
+
+    def _narrow_groups(self, domains: list[int]) -> bool:
+        for group, need in zip(self.task.groups, self.needs, strict=True):
+            sure, free = 0, []
+            for place in group.places:
+                if domains[place].bit_count() == 1:
+                    sure |= domains[place]
+                else:
+                    free.append(place)
+            left = sure.bit_count() + len(free)
+            if left < need:
+                return False
+            if left == need:  # each that is not sure yet has to bring a new host
+                for place in free:
+                    domains[place] &= ~sure
+                    if not domains[place]:
+                        return False
+        return True
+
+    def _narrow_hosts(self, domains: list[int]) -> bool:
+        """A host that is full takes nobody else."""
+        for host, room in enumerate(self.task.room):
+            sure = domains.count(1 << host)
+            if sure > room:
+                return False
+            if sure == room:
+                for place, domain in enumerate(domains):
+                    if domain != 1 << host:
+                        domains[place] &= ~(1 << host)
+        return all(domains)
+
+
+def _bits(hosts: Iterable[int]) -> int:
+    found = 0
+    for host in hosts:
+        found |= 1 << host
+    return found
+
+
+def _solve(task: Task, wanted: int, sizes: Sequence[int]) -> list[int]:
+    """Every layer on as many hosts as wanted; where that cannot be, on as many as can be."""
+    needs = [1] * len(task.groups)
+    for need in range(wanted, 0, -1):
+        search = Search(task, [min(need, len(group.places)) for group in task.groups])
+        if (found := search.run(EFFORT)) is not None:
+            needs = list(search.needs)
+            break
+    assert found is not None, "with one host for each layer, every assignment will do"
+    if need == wanted:
+        return found
+    effort = EFFORT
+    for number in sorted(range(len(needs)), key=lambda n: (-sum(sizes[i] for i in task.groups[n].layers), n)):
+        search = Search(task, [each + (n == number) for n, each in enumerate(needs)])
+        better = search.run(effort // 2)
+        if better is not None:
+            needs, found = list(search.needs), better
+        effort = max(0, effort - search.looked_at)
+    return found
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+def _with_ranks(layout: Layout, given: list[int], taken: list[int], hosts: Sequence[str]) -> Layout:
+    left = iter(taken)
+    lines = tuple(replace(line, ranks=tuple(next(left) for _ in line.ranks)) for line in layout.lines)
+    after = replace(layout, lines=lines)
+    before, now = _hosts_of_layers(layout, hosts), _hosts_of_layers(after, hosts)
+    parts = [layout.reason] if layout.reason else []
+    if moved := sum(one != other for one, other in zip(given, taken, strict=True)):
+        if before == now:
+            why = "so that fewer bytes move"
+        elif min(now) > 1:
+            why = f"so that each layer is on {count(min(now), 'host')}"
+        else:
+            why = "so that fewer layers are on one host only"
+        parts.append(f"{count(moved, 'worker')} {'changes' if moved == 1 else 'change'} places, {why}")
+    if alone := [layer for layer, number in enumerate(now) if number == 1]:
+        parts.append(f"all copies of {'layer' if len(alone) == 1 else 'layers'} {ranges_text(alone)} are on one host")
+    return replace(after, reason="; ".join(parts))
+
+
+def _hosts_of_layers(layout: Layout, hosts: Sequence[str]) -> list[int]:
+    return [len({hosts[rank] for rank in layout.holders(layer)}) for layer in range(layout.layers)]

@@ -1,0 +1,109 @@
+"""What a layout is: pipelines, the places of workers in them, and the micro-batches of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast.plan.batch import split
+from holdfast.plan.shares import shares
+from holdfast.plan.template import Template
+
+ALONE = "every worker holds all layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What a worker does: one stage of one pipeline."""
+
+    pipeline: int
+    stage: int
+    layers: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One pipeline."""
+
+    ranks: tuple[int, ...]  # its stages' workers in order
+    layers: tuple[range, ...]  # the layers of each; consecutive, together all layers
+    template: Template | None = None  # how micro-batches are shared out; None: equally
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The pipelines of a generation. Workers without a place in one hold nothing.
+
+    >>> layout = side_by_side(4, 3)
+    >>> layout.role(2), layout.holders(0), layout.shares(8)
+    (Role(pipeline=2, stage=0, layers=range(0, 4)), (0, 1, 2), [range(0, 2), range(2, 5), range(5, 8)])
+    """
+
+    lines: tuple[Line, ...]
+    size: int  # members of the generation
+    layers: int
+    tolerate: int  # simultaneous losses that it survives: as wanted, or less when there are too few workers
+    minimum: int  # n0: the fewest workers that can hold the model
+    reason: str
+
+    def role(self, rank: int) -> Role | None:
+        return self._roles.get(rank)
+
+    def holders(self, layer: int) -> tuple[int, ...]:
+        """The ranks that hold a layer, ascending."""
+        return tuple(sorted(rank for rank, role in self._roles.items() if layer in role.layers))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every worker holds all layers."""
+        return len(self.lines) == self.size and all(len(line.ranks) == 1 for line in self.lines)
+
+    def shares(self, micro_batches: int) -> list[range]:
+        """Each pipeline's micro-batches of a step: consecutive, and all of them. Some may get none."""
+        if micro_batches not in self._shares:
+            self._shares[micro_batches] = _shares(self.lines, micro_batches)
+        return list(self._shares[micro_batches])
+
+    @cached_property
+    def _roles(self) -> dict[int, Role]:
+        return {
+            rank: Role(pipeline=number, stage=stage, layers=layers)
+            for number, line in enumerate(self.lines)
+            for stage, (rank, layers) in enumerate(zip(line.ranks, line.layers, strict=True))
+        }
+
+    @cached_property
+    def _shares(self) -> dict[int, list[range]]:
+        """Those asked for already: every step asks, and there are only two kinds of them."""
+        return {}
+
+
+def _shares(lines: tuple[Line, ...], micro_batches: int) -> list[range]:
+    templates = [line.template for line in lines if line.template is not None]
+    if len(templates) < len(lines):
+        return shares(micro_batches, len(lines))
+    # In a step with too few for all, those get one that are fastest with one.
+    order = sorted(range(len(lines)), key=lambda number: (templates[number].seconds(1), number))
+    busy = sorted(order[:micro_batches])
+    counts = [0] * len(lines)
+    if busy:
+        for number, count in zip(busy, split(micro_batches, [templates[number] for number in busy]), strict=True):
+            counts[number] = count
+    ends = [sum(counts[: number + 1]) for number in range(len(lines))]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def side_by_side(layers: int, size: int, *, reason: str = "") -> Layout:
+    """Data parallelism: every worker is a pipeline of its own.
+
+    >>> [line.ranks for line in side_by_side(10, 3).lines]
+    [(0,), (1,), (2,)]
+    """
+    return Layout(
+        lines=tuple(Line(ranks=(rank,), layers=(range(layers),)) for rank in range(size)),
+        size=size,
+        layers=layers,
+        tolerate=size - 1,
+        minimum=1,
+        reason=reason or ALONE,
+    )
