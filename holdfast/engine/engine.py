@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from holdfast.cluster import faults
-from holdfast.cluster.group import Group
+from holdfast.cluster.group import Group, alone
 from holdfast.data.order import Order
-from holdfast.engine.gradients import make_buckets
+from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.rng import seed_everything, seed_of
+from holdfast.engine.stage import Stage, post_of
 from holdfast.engine.statistics import RunningStatistics
+from holdfast.engine.ties import Ties
 from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
-from holdfast.plan.shares import shares
+from holdfast.plan.layout import Layout, side_by_side
+from holdfast.plan.schedule import one_forward_one_backward
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -57,32 +61,58 @@ class Engine:
         self.collate = collate
         self.exact = exact
         self.autocast = autocast
-        self.statistics = RunningStatistics(model.module)
-        self.buckets = make_buckets(model.trainable)
+        self.layout = side_by_side(len(model.layers), 1)
+        self.statistics = RunningStatistics(model)
         self.used: list[int] = []  # the samples of the current attempt, for tests that count them
+        self._ties = Ties(model)
+        self._buckets: list[Bucket] = []
+        self._position: dict[int, int] = {}  # parameter → the place of its bucket
         self._reduction: Reduction | None = None
+        self._stage: Stage | None = None
+        self._norms: torch.Tensor | None = None
         self._last_backward = False
         self._ready: set[int] = set()  # parameters whose gradient of the current micro-batch is there
-        for bucket in self.buckets:
-            for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(self._hook(bucket.number))  # type: ignore[no-untyped-call]
+        for layer in model.layers:
+            for p in layer.parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+        self.enter(self.layout, alone())
 
-    def _hook(self, bucket: int) -> Callable[[torch.Tensor], None]:
-        def ready(p: torch.Tensor) -> None:
-            reduction = self._reduction
-            if reduction is None:
-                return
-            reduction.group.check()  # leaves the backward pass at once when the generation is over
-            if id(p) in self._ready:
-                raise UsageError(
-                    "a parameter gets its gradient in several parts within one backward pass",
-                    hint="torch.utils.checkpoint with use_reentrant=False gives it whole",
-                )
-            self._ready.add(id(p))
-            if self._last_backward:
-                reduction.gradient_ready(bucket)
+    def enter(self, layout: Layout, group: Group) -> None:
+        """A new generation: this worker computes what its place in the layout says."""
+        if self._stage is not None:
+            self._stage.close()
+        self.layout = layout
+        post = post_of(layout, group.rank)
+        self._stage = None if post is None else Stage(group, post, self.model.device)
+        groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
+        for number, layer in enumerate(self.model.layers):
+            ranks = tuple(r for line in layout.lines for r in line.ranks if r in layout.holders(number))
+            if not groups or groups[-1][0] != ranks:
+                groups.append((ranks, []))
+            groups[-1][1].extend(p for p in layer.parameters() if p.requires_grad)
+        mine = [bucket for bucket in make_buckets(groups) if group.rank in bucket.ranks]
+        known = {tuple(map(id, bucket.parameters)): bucket for bucket in self._buckets}
+        for bucket in mine:  # memory that is there already serves again
+            before = known.get(tuple(map(id, bucket.parameters)))
+            if before is not None:
+                bucket.free, bucket.scratch = before.free, before.scratch
+        self._buckets = mine
+        self._position = {id(p): place for place, bucket in enumerate(mine) for p in bucket.parameters}
 
-        return ready
+    def _gradient_ready(self, p: torch.Tensor) -> None:
+        reduction = self._reduction
+        if reduction is None:
+            return
+        reduction.group.check()  # leaves the backward pass at once when the generation is over
+        if id(p) in self._ready:
+            raise UsageError(
+                "a parameter gets its gradient in several parts within one backward pass",
+                hint="torch.utils.checkpoint with use_reentrant=False gives it whole",
+            )
+        self._ready.add(id(p))
+        if self._last_backward:
+            reduction.gradient_ready(self._position[id(p)])
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -94,47 +124,80 @@ class Engine:
         self.drop()
         self.statistics.begin()
         count = self.order.micro_batches(step)
-        parts = shares(count, group.size)
         losses = [0.0] * count
         buffers = self.model.buffer_versions()
         self.model.module.train()
         self.used = []
-        reduction = self._reduction = Reduction(self.buckets, group, parts, exact=self.exact)
-        for index in reduction.share:
-            reduction.before(index)
-            last = index == reduction.share[-1]
-            losses[index] = self._micro_batch(step, index, group, last=last)
-            if not last:
-                reduction.after(index)
-        self._refuse_changed_buffers(buffers)
+        reduction = self._reduction = Reduction(self._buckets, group, self._shares(count), exact=self.exact)
+        if self._stage is not None:
+            self._run_schedule(step, self._stage, reduction, losses)
+            self._stage.finish()
+            self._refuse_changed_buffers(buffers)
         reduction.flush()
         reduction.finish()
-        self.statistics.agree(group)
+        self._ties.add_up(group, self.layout)
+        self._norms = self._all_norms(group)
+        self.statistics.agree(group, self.layout)
         return losses
 
-    def _micro_batch(self, step: int, index: int, group: Group, *, last: bool) -> float:
+    def _shares(self, count: int) -> list[range]:
+        """The micro-batches of each rank: those of its pipeline."""
+        by_line = self.layout.shares(count)
+        roles = [self.layout.role(rank) for rank in range(self.layout.size)]
+        return [range(0) if role is None else by_line[role.pipeline] for role in roles]
+
+    def _run_schedule(self, step: int, stage: Stage, reduction: Reduction, losses: list[float]) -> None:
+        share, post = reduction.share, stage.post
+        ops = one_forward_one_backward(stage=post.role.stage, stages=post.stages, micro_batches=len(share))
+        for op in ops:
+            index = share[op.micro_batch]
+            if op.kind == "forward":
+                losses[index] = self._forward_pass(step, index, op.micro_batch, stage, reduction.group)
+                continue
+            last = index == share[-1]
+            reduction.before(index)
+            self._backward_pass(step, index, op.micro_batch, stage, last=last)
+            if not last:
+                reduction.after(index)
+
+    def _forward_pass(self, step: int, index: int, number: int, stage: Stage, group: Group) -> float:
+        """The weighted loss, where this stage is the last."""
+        post = stage.post
         samples = self.order.samples(step, index)
         if faults.sabotaged("repeat-sample"):
             samples[0] = samples[-1] if len(samples) > 1 else (samples[0] + 1) % len(self.data)
-        self.used += samples
         faults.point("data")
-        seed_everything(seed_of(self.order.seed, step, index, "data"), self.model.device)
-        inputs, targets = self._fetch(self.data, samples)
+        inputs = targets = None
+        if post.is_first or post.is_last:
+            seed_everything(seed_of(self.order.seed, step, index, "data"), self.model.device)
+            inputs, targets = self._fetch(self.data, samples)
+        if post.is_first:
+            self.used += samples
         faults.point("forward")
-        loss = self._forward(inputs, targets, step=step, index=index, between=group.check)
-        value = float(loss.detach())
+
+        def compute(x: Any) -> Any:
+            return self._through(post.role.layers, x, targets, step=step, index=index, between=group.check)
+
+        result = stage.forward(number, inputs, compute)
+        if not post.is_last:
+            return 0.0
+        value = float(result.detach())
         if not math.isfinite(value):
             raise LossNotFinite(
                 f"the loss is {value} at step {step}, micro-batch {index} (samples {samples})",
                 hint="lower the learning rate, clip_norm=1.0, or look at these samples",
             )
-        weight = len(samples) / self.order.batch_size(step)
+        return value * self._weight(step, samples)
+
+    def _backward_pass(self, step: int, index: int, number: int, stage: Stage, *, last: bool) -> None:
         faults.point("backward")
         self._last_backward = last
         self._ready.clear()
-        if not faults.sabotaged("skip-gradient"):
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
-        return value * weight
+        weight = self._weight(step, self.order.samples(step, index))
+        stage.backward(number, weight, skip=faults.sabotaged("skip-gradient"))
+
+    def _weight(self, step: int, samples: list[int]) -> float:
+        return len(samples) / self.order.batch_size(step)
 
     def _fetch(self, data: Dataset, samples: list[int]) -> tuple[Any, Any]:
         batch = self.collate([data[i] for i in samples])
@@ -144,14 +207,23 @@ class Engine:
             )
         return _to(batch[0], self.model.device), _to(batch[1], self.model.device)
 
-    def _forward(
-        self, inputs: Any, targets: Any, *, step: int, index: int, between: Callable[[], None]
-    ) -> torch.Tensor:
-        with torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None):
-            output = self.model.forward(inputs, step=step, index=index, between=between)
-            loss = self.loss(output, targets)
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def _through(
+        self, layers: range, x: Any, targets: Any, *, step: int, index: int, between: Callable[[], None]
+    ) -> Any:
+        """What these layers make of ``x``; behind the last one, the loss."""
+        with self._autocast():
+            output = self.model.forward(x, layers, step=step, index=index, between=between, exact=self.exact)
+            return self._loss_of(output, targets) if layers.stop == len(self.model.layers) else output
+
+    def _loss_of(self, output: Any, targets: Any) -> torch.Tensor:
+        loss = self.loss(output, targets)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UsageError("loss must give one number, the mean over the samples", hint="reduction='mean'")
+        if not loss.requires_grad:
+            raise UsageError("the loss does not depend on any parameter", hint="check requires_grad, and detach()")
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
     def _refuse_changed_buffers(self, before: dict[str, tuple[torch.Tensor, int]]) -> None:
@@ -164,12 +236,29 @@ class Engine:
                     hint="leave buffers alone while training, or numerics='fast'",
                 )
 
+    def _all_norms(self, group: Group) -> torch.Tensor | None:
+        """The norms of all parameters' gradients, where some are elsewhere: each told by one who has it."""
+        if self.update.clip_norm is None or self.layout.is_whole:
+            return None
+        norms = self.update.norms()
+        for number, layer in enumerate(self._home):
+            if self.layout.holders(layer)[0] != group.rank:
+                norms[number] = 0.0
+        group.sum(norms)
+        return norms
+
+    @cached_property
+    def _home(self) -> list[int]:
+        """The first layer of each trained parameter."""
+        homes = {id(p): min(unit.layers) for unit in self.model.units for p in unit.parameters}
+        return [homes[id(p)] for p in self.model.trainable]
+
     def apply(self, step: int) -> None:
         """The update with the gradients of the last attempt."""
         faults.point("update")
-        self.update.apply(step=step)
+        self.update.apply(step=step, norms=self._norms)
         if faults.sabotaged("double-update"):
-            self.update.apply(step=step)
+            self.update.apply(step=step, norms=self._norms)
         self.statistics.keep()
         self.drop()
         seed_everything(seed_of(self.order.seed, step, "after"), self.model.device)
@@ -180,10 +269,13 @@ class Engine:
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
             reduction.release()
+        if self._stage is not None:
+            self._stage.finish()  # activations of a broken attempt, when memory may be needed for layers
+        self._ties.forget()
 
     # --- evaluation ------------------------------------------------------------------------------
 
-    def evaluate(self, data: Dataset, measure: Loss, group: Group | None) -> list[float]:
+    def evaluate(self, data: Dataset, measure: Loss, group: Group) -> list[float]:
         """Weighted values of this worker's share of an evaluation, zero where others compute them."""
         if len(data) == 0:
             raise UsageError("there is nothing to evaluate: the data set is empty")
@@ -195,19 +287,34 @@ class Engine:
             shuffle=False,
         )
         count = order.micro_batches(0)
-        share = range(count) if group is None else shares(count, group.size)[group.rank]
         values = [0.0] * count
+        if self._stage is None:
+            return values
         with self._evaluating():
-            for index in share:
-                if group is not None:
-                    group.check()
+            for number, index in enumerate(self._shares(count)[group.rank]):
+                group.check()
                 samples = order.samples(0, index)
-                seed_everything(seed_of(self.order.seed, "evaluation", index), self.model.device)
-                inputs, targets = self._fetch(data, samples)
-                with torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None):
-                    value = measure(self.model(inputs), targets)
-                values[index] = float(value) * len(samples) / len(data)
+                result = self._evaluate_one(self._stage, number, index, data, samples, measure)
+                values[index] = result * len(samples) / len(data)
+        self._stage.evaluated()
         return values
+
+    def _evaluate_one(
+        self, stage: Stage, number: int, index: int, data: Dataset, samples: list[int], measure: Loss
+    ) -> float:
+        post = stage.post
+        inputs = targets = None
+        if post.is_first or post.is_last:
+            seed_everything(seed_of(self.order.seed, "evaluation", index), self.model.device)
+            inputs, targets = self._fetch(data, samples)
+
+        def compute(x: Any) -> Any:
+            with self._autocast():
+                output = self.model.forward(x, post.role.layers, step="evaluation", index=index, between=lambda: None)
+                return float(measure(output, targets)) if post.is_last else output
+
+        result = stage.evaluate(number, inputs, compute)
+        return float(result) if post.is_last else 0.0
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -22,10 +22,14 @@ class Slab:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients travel together, with a pool of slabs for partial sums."""
+    """Parameters whose gradients travel together, who sums them, and a pool of slabs for partial sums.
+
+    ``number`` is the same on every worker, whichever buckets it has; ``ranks`` are in the order of their micro-batches.
+    """
 
     number: int
     parameters: list[nn.Parameter]
+    ranks: tuple[int, ...] = (0,)
     free: list[Slab] = field(default_factory=list)
     scratch: torch.Tensor | None = None
 
@@ -81,20 +85,27 @@ def _padded(p: nn.Parameter) -> int:
     return -(-p.numel() // ALIGNMENT) * ALIGNMENT
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], limit: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(
+    groups: Sequence[tuple[tuple[int, ...], Sequence[nn.Parameter]]], limit: int = BUCKET_BYTES
+) -> list[Bucket]:
     """Buckets in the order in which the backward pass completes them: last parameters first.
 
+    A group is parameters in order, and the ranks that hold them.
+
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    >>> [bucket.size for bucket in make_buckets(list(model.parameters()), limit=80)]
+    >>> [bucket.size for bucket in make_buckets([((0,), list(model.parameters()))], limit=80)]
     [32, 32]
     """
-    grouped: list[list[nn.Parameter]] = []
-    open_group: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for p in reversed(parameters):
-        key = (p.dtype, p.device)
-        group = open_group.get(key)
-        if group is None or sum(q.nbytes for q in group) + p.nbytes > limit:
-            group = open_group[key] = []
-            grouped.append(group)
-        group.append(p)
-    return [Bucket(number, group) for number, group in enumerate(grouped)]
+    buckets: list[Bucket] = []
+    for ranks, parameters in reversed(groups):
+        grouped: list[list[nn.Parameter]] = []
+        open_group: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for p in reversed(parameters):
+            key = (p.dtype, p.device)
+            group = open_group.get(key)
+            if group is None or sum(q.nbytes for q in group) + p.nbytes > limit:
+                group = open_group[key] = []
+                grouped.append(group)
+            group.append(p)
+        buckets += [Bucket(len(buckets) + number, group, ranks) for number, group in enumerate(grouped)]
+    return buckets

@@ -2,45 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from holdfast.engine.rng import seed_of, seed_torch
+from holdfast.engine.boundary import settled
+from holdfast.engine.layers_of import Cut
+from holdfast.engine.rng import seed_everything, seed_of, seed_torch, undisturbed_generators
+from holdfast.engine.sharing import alias_shared
+from holdfast.engine.tied import share, shared_names
 from holdfast.errors import UsageError
 
-Layers = nn.Module | Iterable[nn.Module]
+Layers = nn.Module | Iterable[nn.Module | Callable[[], nn.Module]] | Cut
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unit:
+    """What moves from worker to worker together: a layer's own tensors, or what several layers share."""
+
+    number: int
+    layers: frozenset[int]
+    parameters: tuple[nn.Parameter, ...]
+    buffers: tuple[Tensor, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.parameters, *self.buffers)
 
 
 class LayeredModel:
     """Runs layers one after the other, each with the random numbers of its place.
 
     A ``nn.Sequential`` or a list is cut at its items; any other module is one layer. Names of
-    parameters are those of the module that was given.
+    parameters are those of the module that was given. A layer may also be a function that makes it, with
+    the random numbers of its place: then it is made where it is held, and takes no memory elsewhere.
 
     >>> model = LayeredModel([nn.Linear(2, 2), nn.ReLU()], seed=0, device=torch.device("cpu"))
     >>> len(model.layers), list(model.module.state_dict())
     (2, ['0.weight', '0.bias'])
+    >>> model.release([0]); model.layers[0].weight
+    Parameter containing:
+    tensor([[nan, nan],
+            [nan, nan]], requires_grad=True)
     """
 
     def __init__(self, layers: Layers, *, seed: int, device: torch.device) -> None:
-        module = layers if isinstance(layers, nn.Module) else _as_module(layers)
-        self.module = module.to(device)
-        self.layers = list(module) if _is_plain_list(module) else [module]
         self.seed = seed
         self.device = device
-        self.trainable = [p for p in module.parameters() if p.requires_grad]
+        self._makers: dict[int, Callable[[], nn.Module]] = {}
+        self._strides: dict[int, tuple[int, ...]] = {}  # of each tensor where it has memory
+        self.module, self.layers = self._read(layers)
+        self.trainable = [p for p in self.module.parameters() if p.requires_grad]
+        self.aliases = alias_shared(self.module, self.layers)
+        self.units = _units(self.layers, self.aliases)
+        tensors = [tensor for unit in self.units for tensor in unit.tensors]
+        self._strides = {id(tensor): self._strides.get(id(tensor), tensor.stride()) for tensor in tensors}
+        # The numbers of the units whose tensors have memory: none that can be made, until it is needed.
+        self._real = {unit.number for unit in self.units if not self.can_make(unit)}
+        self.held = {n for n in range(len(self.layers)) if all(map(self.is_held, self.units_of([n])))}
         if not self.trainable:
             raise UsageError("the model has no parameter to train", hint="check requires_grad")
 
-    def forward(self, x: Any, *, step: int, index: int, between: Callable[[], None]) -> Any:
-        """The output for micro-batch (step, index); ``between`` is called before each layer."""
-        for number, layer in enumerate(self.layers):
+    def _read(self, layers: Layers) -> tuple[nn.Module, list[nn.Module]]:
+        if isinstance(layers, Cut):
+            return layers.module.to(self.device), list(layers.layers)
+        given: Sequence[nn.Module | Callable[[], nn.Module]]
+        if isinstance(layers, nn.Module):
+            module = layers.to(self.device)
+            given = list(module) if _is_plain_list(module) else [module]
+        else:
+            given = list(layers)
+            module = self._made(given).to(self.device)
+        found = list(module) if _is_plain_list(module) else [module]
+        for number, each in enumerate(given):
+            for name, other in shared_names(each).items():
+                share(found[number], name, _parameter(module, other, number))
+        return module, found
+
+    def _made(self, listed: Sequence[nn.Module | Callable[[], nn.Module]]) -> nn.Module:
+        """Functions are called, one after the other, and what they make gives its memory back at once."""
+        made: list[nn.Module] = []
+        for number, given in enumerate(listed):
+            if isinstance(given, nn.Module):
+                made.append(given)
+                continue
+            if not callable(given):
+                raise _no_layers()
+            self._makers[number] = given
+            made.append(self._make(number))
+            for tensor in [*made[-1].parameters(), *made[-1].buffers()]:
+                self._strides[id(tensor)] = tensor.stride()
+                tensor.data = _filler(tensor)
+        if not made:
+            raise _no_layers()
+        return nn.Sequential(*made)
+
+    def _make(self, number: int) -> nn.Module:
+        with undisturbed_generators():
+            seed_everything(seed_of(self.seed, "make", number), self.device)
+            layer = self._makers[number]()
+        if not isinstance(layer, nn.Module):
+            raise UsageError(f"layer {number}: the function gave a {type(layer).__name__}", hint="a torch module")
+        if any(id(tensor) in self._strides for tensor in [*layer.parameters(), *layer.buffers()]):
+            raise UsageError(
+                f"layer {number}: the function gave what it or another had given before",
+                hint="a function must make a new layer each time; or pass the layer itself",
+            )
+        return layer.to(self.device)
+
+    # --- computing -------------------------------------------------------------------------------
+
+    def forward(
+        self, x: Any, layers: range, *, step: int | str, index: int, between: Callable[[], None], exact: bool = True
+    ) -> Any:
+        """What these layers make of ``x`` in micro-batch (step, index); ``between`` is called before each."""
+        for number in layers:
             between()
             seed_torch(seed_of(self.seed, step, index, number), self.device)
-            x = layer(x)
+            x = self.layers[number](x)
+            if exact and number + 1 < len(self.layers):
+                x = settled(x)
         return x
 
     def __call__(self, x: Any) -> Any:
@@ -49,29 +133,134 @@ class LayeredModel:
             x = layer(x)
         return x
 
-    def parts(self) -> list[tuple[list[nn.Parameter], list[torch.Tensor]]]:
+    # --- what is held ----------------------------------------------------------------------------
+
+    def units_of(self, layers: Iterable[int]) -> list[Unit]:
+        """What these layers need, in order."""
+        wanted = set(layers)
+        return [unit for unit in self.units if unit.layers & wanted]
+
+    def is_held(self, unit: Unit) -> bool:
+        return unit.number in self._real
+
+    def can_make(self, unit: Unit) -> bool:
+        """Whether every worker can make the unit's first values for itself."""
+        return min(unit.layers) in self._makers
+
+    def hold(self, layers: Iterable[int]) -> None:
+        """Gives these layers memory; what is in it has to be written, or made."""
+        layers = set(layers)
+        for unit in self.units_of(layers):
+            if unit.number not in self._real:
+                for tensor in unit.tensors:
+                    tensor.data = torch.empty_strided(
+                        tensor.shape, self._strides[id(tensor)], dtype=tensor.dtype, device=self.device
+                    )
+                self._real.add(unit.number)
+        self.held |= layers
+        self._follow()
+
+    def release(self, layers: Iterable[int]) -> None:
+        """Takes memory back from what only these layers need. Shapes stay; values are NaN, so that a use is seen."""
+        gone = set(layers)
+        self.held -= gone
+        for unit in self.units_of(gone):
+            if unit.number in self._real and not unit.layers & self.held:
+                for tensor in unit.tensors:
+                    tensor.data = _filler(tensor)
+                self._real.remove(unit.number)
+        self._follow()
+
+    @torch.no_grad()
+    def make(self, units: Iterable[Unit]) -> None:
+        """Fills held units with their first values, as the functions that make their layers give them."""
+        by_home: dict[int, list[Unit]] = {}
+        for unit in units:
+            by_home.setdefault(min(unit.layers), []).append(unit)
+        for home, wanted in by_home.items():
+            fresh = dict(_named_tensors(self._make(home)))
+            names = {id(tensor): name for name, tensor in _named_tensors(self.layers[home])}
+            for unit in wanted:
+                for tensor in unit.tensors:
+                    tensor.copy_(fresh[names[id(tensor)]])
+
+    def make_whole(self) -> None:
+        """Holds all layers; those that have no memory yet are made."""
+        missing = [unit for unit in self.units if not self.is_held(unit)]
+        self.hold(range(len(self.layers)))
+        self.make(missing)
+
+    def _follow(self) -> None:
+        """Aliases live where their weight lives."""
+        for alias, primary in self.aliases:
+            alias.data = primary.data
+
+    # --- views -----------------------------------------------------------------------------------
+
+    def parts(self) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
         """Parameters and buffers of each layer; what several layers share belongs to the first."""
-        seen: set[int] = set()
-        found = []
-        for layer in self.layers:
-            parameters = [p for p in layer.parameters() if id(p) not in seen]
-            buffers = [b for b in layer.buffers() if id(b) not in seen]
-            seen.update(id(t) for t in [*parameters, *buffers])
-            found.append((parameters, buffers))
+        found: list[tuple[list[nn.Parameter], list[Tensor]]] = [([], []) for _ in self.layers]
+        for unit in self.units:
+            parameters, buffers = found[min(unit.layers)]
+            parameters += unit.parameters
+            buffers += unit.buffers
         return found
 
-    def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+    def buffer_versions(self) -> dict[str, tuple[Tensor, int]]:
         """Changes whenever a forward pass writes into a buffer, or puts another in its place."""
         return {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
+
+
+def _no_layers() -> UsageError:
+    return UsageError("layers must be torch modules", hint="pass a module, nn.Sequential or a list")
+
+
+def _units(layers: Sequence[nn.Module], aliases: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> tuple[Unit, ...]:
+    """One for each layer, and one for each set of layers that share something."""
+    primaries = {id(alias): primary for alias, primary in aliases}
+    users: dict[int, set[int]] = {}
+    tensors: dict[int, Tensor] = {}
+    for number, layer in enumerate(layers):
+        for tensor in [*layer.parameters(), *layer.buffers()]:
+            tensor = primaries.get(id(tensor), tensor)
+            users.setdefault(id(tensor), set()).add(number)
+            tensors[id(tensor)] = tensor
+    sets = [frozenset([number]) for number in range(len(layers))]
+    sets += dict.fromkeys(frozenset(used) for used in users.values() if len(used) > 1)
+    grouped: Mapping[frozenset[int], list[Tensor]] = {each: [] for each in sets}
+    for key, used in users.items():
+        grouped[frozenset(used)].append(tensors[key])
+    return tuple(
+        Unit(
+            number=number,
+            layers=each,
+            parameters=tuple(t for t in grouped[each] if isinstance(t, nn.Parameter)),
+            buffers=tuple(t for t in grouped[each] if not isinstance(t, nn.Parameter)),
+        )
+        for number, each in enumerate(sets)
+    )
+
+
+def _filler(tensor: Tensor) -> Tensor:
+    """One value in place of all: nearly no memory, and no number that could be taken for a weight."""
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _parameter(whole: nn.Module, name: str, user: int) -> nn.Parameter:
+    try:
+        return whole.get_parameter(name)
+    except AttributeError as e:
+        raise UsageError(
+            f"layer {user} is tied to '{name}', which is no parameter of the model",
+            hint="layer number and name, as in '0.weight'",
+        ) from e
 
 
 def _is_plain_list(module: nn.Module) -> TypeGuard[nn.Sequential | nn.ModuleList]:
     """A subclass of nn.Sequential with a forward of its own is one layer: only it knows what it does."""
     return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
-
-
-def _as_module(layers: Iterable[nn.Module]) -> nn.Module:
-    listed = list(layers)
-    if not listed or not all(isinstance(layer, nn.Module) for layer in listed):
-        raise UsageError("layers must be torch modules", hint="pass a module, nn.Sequential or a list")
-    return nn.Sequential(*listed)

@@ -1,15 +1,16 @@
 """Sums a step's gradients over micro-batches and workers, while the backward pass still runs.
 
-Each worker adds up what it can on its own and sends those sums, slice by slice, to the slices' owners;
-an owner finishes its slice and sends it to everybody. That is the traffic of a ring all-reduce (and
-with Gloo quicker than one). ``exact`` adds along the fixed tree over micro-batches; ``fast`` adds in
-the order in which gradients come and then by rank.
+A bucket is summed by the workers that hold its layers. Each adds up what it can on its own and sends those
+sums, slice by slice, to the slices' owners; an owner finishes its slice and sends it to the others. That is
+the traffic of a ring all-reduce (and with Gloo quicker than one). ``exact`` adds along the fixed tree over
+micro-batches; ``fast`` adds in the order in which gradients come and then by rank.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from holdfast.plan.tree import Adder, Node, roots
 
 TAGS = 64  # message tags of one bucket: one per root that a worker sends, the last for the sum
 TOTAL = TAGS - 1
-FIRST_TAG = 8  # smaller ones are for votes and copies
+FIRST_TAG = 16  # smaller ones are for votes, copies, and what goes between stages
 
 
 def slices(size: int, owners: int) -> list[slice]:
@@ -34,17 +35,17 @@ def slices(size: int, owners: int) -> list[slice]:
 
 
 class Reduction:
-    """One attempt at reducing the gradients of one step."""
+    """One attempt at reducing the gradients of one step: this worker's buckets, and every rank's micro-batches."""
 
-    def __init__(self, buckets: list[Bucket], group: Group, shares: list[range], *, exact: bool) -> None:
+    def __init__(self, buckets: list[Bucket], group: Group, shares: Sequence[range], *, exact: bool) -> None:
         self.buckets = buckets
         self.group = group
         self.exact = exact
         self.share = shares[group.rank]
-        leaves = sum(len(share) for share in shares)
-        self._leaves = leaves if exact else group.size
-        self._nodes = [self._nodes_of(rank, share) for rank, share in enumerate(shares)]
-        self._adders = [Adder(self._leaves, bucket.add) for bucket in buckets]
+        self._shares = shares
+        self._leaves = max((share.stop for share in shares), default=0)  # of the whole step
+        self._roots = [roots(share, self._leaves) for share in shares]
+        self._adders = [Adder(self._leaves_of(bucket), bucket.add) for bucket in buckets]
         self._open = False  # whether the parameters' gradients already hold a part of the next slab
         self._sums: list[Slab | None] = [None] * len(buckets)
         self._queue: queue.SimpleQueue[tuple[int, list[Any], torch.Tensor] | None] = queue.SimpleQueue()
@@ -52,14 +53,18 @@ class Reduction:
         self._left = [len(bucket.parameters) for bucket in buckets]
         self._sent = 0
         self._thread: threading.Thread | None = None
-        if group.size > 1:
+        if any(len(bucket.ranks) > 1 for bucket in buckets):
             self._thread = threading.Thread(target=self._finish_slices, name="holdfast-reduce", daemon=True)
             self._thread.start()
 
-    def _nodes_of(self, rank: int, share: range) -> list[Node]:
+    def _leaves_of(self, bucket: Bucket) -> int:
+        return self._leaves if self.exact else len(bucket.ranks)
+
+    def _nodes_of(self, bucket: Bucket, rank: int) -> list[Node]:
+        """What a rank sends: the roots of its micro-batches, or in fast mode one sum."""
         if self.exact:
-            return roots(share, self._leaves)
-        return [Node(0, rank)] if share else []
+            return self._roots[rank]
+        return [Node(0, bucket.ranks.index(rank))] if self._shares[rank] else []
 
     # --- while micro-batches are computed --------------------------------------------------------
 
@@ -73,8 +78,8 @@ class Reduction:
     def after(self, index: int) -> None:
         """Micro-batch ``index``, not the share's last one, is complete."""
         if not self._continues(index):
-            for bucket in self.buckets:
-                self._close(bucket, index)
+            for position in range(len(self.buckets)):
+                self._close(position, index)
             self._open = False
 
     def _continues(self, index: int) -> bool:
@@ -84,60 +89,62 @@ class Reduction:
         """
         return not self.exact or (index % 2 == 0 and index + 1 in self.share)
 
-    def _close(self, bucket: Bucket, index: int) -> None:
+    def _close(self, position: int, index: int) -> None:
+        bucket = self.buckets[position]
         if not self.exact:
-            node = Node(0, self.group.rank)
+            node = Node(0, bucket.ranks.index(self.group.rank))
         elif index % 2 == 1 and index - 1 in self.share:
             node = Node(1, index // 2)
         else:
             node = Node(0, index)
-        self._adders[bucket.number].push(node, bucket.gather())
+        self._adders[position].push(node, bucket.gather())
 
     # --- during the last backward pass -----------------------------------------------------------
 
-    def gradient_ready(self, bucket: int) -> None:
-        """One more parameter of the bucket has its gradient of the last micro-batch, whole."""
-        self._left[bucket] -= 1
+    def gradient_ready(self, position: int) -> None:
+        """One more parameter of a bucket has its gradient of the last micro-batch, whole."""
+        self._left[position] -= 1
         while self._sent < len(self.buckets) and self._left[self._sent] == 0:
-            self._send(self.buckets[self._sent])
+            self._send(self._sent)
 
     def flush(self) -> None:
         """The backward pass is over: send also the buckets of which some parameter was not used."""
         while self._sent < len(self.buckets):
-            self._send(self.buckets[self._sent])
+            self._send(self._sent)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, position: int) -> None:
         self._sent += 1
+        bucket = self.buckets[position]
         if self.share:
-            self._close(bucket, self.share[-1])
-        if self.group.size == 1:
+            self._close(position, self.share[-1])
+        others = [rank for rank in bucket.ranks if rank != self.group.rank]
+        if not others:
             return
-        parts = slices(bucket.size, self.group.size)
+        parts = dict(zip(bucket.ranks, slices(bucket.size, len(bucket.ranks)), strict=True))
         mine = parts[self.group.rank]
         width = mine.stop - mine.start
-        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-        foreign = [(rank, k) for rank in others for k in range(len(self._nodes[rank]))]
+        foreign = [(rank, k) for rank in others for k in range(len(self._nodes_of(bucket, rank)))]
         room = bucket.receiving(width * len(foreign)).view(len(foreign), width)
         base = FIRST_TAG + bucket.number * TAGS
         receives = [(rank, room[i], base + k) for i, (rank, k) in enumerate(foreign) if width]
-        stack = self._adders[bucket.number].stack
+        stack = self._adders[position].stack
         sends = [
             (rank, slab.flat[parts[rank]], base + k)
             for rank in others
             for k, (_, slab) in enumerate(stack)
             if parts[rank].stop > parts[rank].start
         ]
-        self._queue.put((bucket.number, self.group.start(sends, receives), room))
+        self._queue.put((position, self.group.start(sends, receives), room))
 
     # --- beside it: owners finish their slices ---------------------------------------------------
 
     def _finish_slices(self) -> None:
         sums: list[Any] = []
         while (item := self._queue.get()) is not None:
-            number, receives, room = item
+            position, receives, room = item
             try:
                 self.group.finish(receives)
-                sums += self.group.start(*self._finish_slice(self.buckets[number], room))
+                sums += self.group.start(*self._finish_slice(position, room))
             except BaseException as e:  # raised again where the training thread can act on it
                 self._error = self._error or e  # and go on: no receive may be left that still writes
         try:
@@ -145,25 +152,28 @@ class Reduction:
         except BaseException as e:
             self._error = self._error or e
 
-    def _finish_slice(self, bucket: Bucket, room: torch.Tensor) -> tuple[list[Transfer], list[Transfer]]:
+    def _finish_slice(self, position: int, room: torch.Tensor) -> tuple[list[Transfer], list[Transfer]]:
         """Adds up the slice that this worker owns; returns the transfers that spread the sums."""
-        rank, size = self.group.rank, self.group.size
-        parts = slices(bucket.size, size)
-        own = self._adders[bucket.number].stack
-        adder: Adder[torch.Tensor] = Adder(self._leaves, torch.Tensor.add_)
+        bucket, rank = self.buckets[position], self.group.rank
+        parts = dict(zip(bucket.ranks, slices(bucket.size, len(bucket.ranks)), strict=True))
+        own = self._adders[position].stack
+        adder: Adder[torch.Tensor] = Adder(self._leaves_of(bucket), torch.Tensor.add_)
         rows = iter(room)
-        for owner in range(size):
-            for k, node in enumerate(self._nodes[owner]):
+        for owner in bucket.ranks:
+            for k, node in enumerate(self._nodes_of(bucket, owner)):
                 value = own[k][1].flat[parts[rank]] if owner == rank else next(rows)
                 adder.push(node, value)
         total = own[0][1] if own else bucket.take()
-        self._sums[bucket.number] = total
+        self._sums[position] = total
         # Others' sums overwrite what we sent them: they can only have finished after they got it.
+        assert not self.exact or len(adder.stack) == 1, (
+            "the shares of a layer's holders are all micro-batches, in order"
+        )
         result = _root(adder)
         if result.data_ptr() != total.flat[parts[rank]].data_ptr():
             total.flat[parts[rank]].copy_(result)
         tag = FIRST_TAG + bucket.number * TAGS + TOTAL
-        others = [r for r in range(size) if r != rank]
+        others = [r for r in bucket.ranks if r != rank]
         filled = [r for r in others if parts[r].stop > parts[r].start]
         mine = parts[rank].stop > parts[rank].start
         sends = [(r, total.flat[parts[rank]], tag) for r in others if mine]
@@ -177,16 +187,14 @@ class Reduction:
         self._stop_thread()
         if self._error is not None:
             raise self._error
-        for bucket, adder in zip(self.buckets, self._adders, strict=True):
-            total = self._sums[bucket.number] or adder.stack[0][1]
-            bucket.attach(total)
+        for bucket, adder, total in zip(self.buckets, self._adders, self._sums, strict=True):
+            bucket.attach(total or adder.stack[0][1])
 
     def release(self) -> None:
         """Gives the slabs back, whether the attempt ended well or broke."""
         self._stop_thread()
-        for bucket, adder in zip(self.buckets, self._adders, strict=True):
+        for bucket, adder, total in zip(self.buckets, self._adders, self._sums, strict=True):
             slabs = {id(slab): slab for _, slab in adder.stack}
-            total = self._sums[bucket.number]
             if total is not None:
                 slabs[id(total)] = total
             bucket.free.extend(slabs.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -31,3 +33,13 @@ def seed_everything(seed: int, device: torch.device) -> None:
     seed_torch(seed, device)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def undisturbed_generators() -> Iterator[None]:
+    """What is seeded and drawn within this changes nothing for the script."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)

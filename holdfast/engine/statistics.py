@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from holdfast.cluster.group import Group
+from holdfast.engine.model import LayeredModel
 from holdfast.errors import UsageError
+from holdfast.plan.layout import Layout
 
 
 def layer_with_running_statistics(module: nn.Module) -> str | None:
@@ -36,29 +38,37 @@ def refuse_running_statistics(module: nn.Module) -> None:
 class RunningStatistics:
     """In fast mode: each step ends with equal statistics everywhere, and a redone step starts from the old."""
 
-    def __init__(self, module: nn.Module) -> None:
-        has_any = layer_with_running_statistics(module) is not None
-        self._buffers = list(module.buffers()) if has_any else []
-        self._before: list[torch.Tensor] | None = None
+    def __init__(self, model: LayeredModel) -> None:
+        self._has_any = layer_with_running_statistics(model.module) is not None
+        self._model = model
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def begin(self) -> None:
-        self._before = [buffer.clone() for buffer in self._buffers]
+        if self._has_any:
+            held = [unit for unit in self._model.units if self._model.is_held(unit)]
+            self._before = [(buffer, buffer.clone()) for unit in held for buffer in unit.buffers]
 
     def restore(self) -> None:
         """The attempt is dropped: what its forward passes have changed is undone."""
         if self._before is not None:
-            for buffer, old in zip(self._buffers, self._before, strict=True):
+            for buffer, old in self._before:
                 buffer.copy_(old)
             self._before = None
 
-    def agree(self, group: Group) -> None:
-        """Floating-point statistics are averaged; counters are the first worker's."""
-        for buffer in self._buffers:
-            if buffer.is_floating_point():
-                buffer.div_(group.size)
-            elif group.rank != 0:
-                buffer.zero_()
-            group.sum(buffer)
+    def agree(self, group: Group, layout: Layout) -> None:
+        """Among a layer's holders, floating-point statistics are averaged; counters are the first one's."""
+        if not self._has_any:
+            return
+        for unit in self._model.units:
+            ranks = sorted({rank for layer in unit.layers for rank in layout.holders(layer)})
+            if group.rank not in ranks:
+                continue
+            for buffer in unit.buffers:
+                if buffer.is_floating_point():
+                    buffer.div_(len(ranks))
+                elif group.rank != ranks[0]:
+                    buffer.zero_()
+                group.sum(buffer, ranks)
 
     def keep(self) -> None:
         self._before = None

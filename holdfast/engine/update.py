@@ -44,16 +44,36 @@ class Update:
         self.clip_norm = clip_norm
         self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
 
-    def apply(self, *, step: int) -> None:
+    def norms(self) -> torch.Tensor:
+        """The norm of each parameter's gradient, zero where there is none here."""
+        found = torch.zeros(len(self.parameters), dtype=torch.float64, device=self.parameters[0].device)
+        for number, p in enumerate(self.parameters):
+            if p.grad is not None:
+                found[number] = torch.linalg.vector_norm(p.grad)
+        return found
+
+    def apply(self, *, step: int, norms: torch.Tensor | None = None) -> None:
+        """The update with the gradients that are there. ``norms`` are everybody's, if some parameters are elsewhere."""
         if self._rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(step)
         if self.clip_norm is not None:
-            # Norms of single tensors, combined in the parameters' order: the same on every layout.
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            self._clip(self.norms() if norms is None else norms, self.clip_norm)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _clip(self, norms: torch.Tensor, most: float) -> None:
+        """Norms of single tensors, combined in the parameters' order: the same on every layout."""
+        factor = (most / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+        for p in self.parameters:
+            if p.grad is not None:
+                p.grad.mul_(factor.to(p.grad.dtype))
+
+    def forget(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Drops what the optimizer keeps for parameters that have gone elsewhere."""
+        for p in parameters:
+            self.optimizer.state.pop(p, None)
 
     def slots(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         """What the optimizer keeps for these parameters."""

@@ -16,6 +16,7 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.update import Update
 from holdfast.errors import UsageError
+from holdfast.plan.layout import side_by_side
 from tests.engine.memory_group import on_workers
 
 
@@ -49,6 +50,7 @@ def trained(workers: int, steps: int = 4, *, exact: bool) -> list[tuple[list[flo
 
     def work(group: Any) -> tuple[list[float], torch.Tensor]:
         engine = make_engine(mlp(), exact=exact)
+        engine.enter(side_by_side(len(engine.model.layers), workers), group)
         losses: list[float] = []
         for step in range(steps):
             losses += engine.attempt(step, group)
@@ -121,12 +123,13 @@ class Listener:
 
     def finish(self, works: Any) -> None: ...
 
-    def sum(self, values: torch.Tensor) -> None: ...
+    def sum(self, values: torch.Tensor, ranks: Any = None) -> None: ...
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_gradient_is_sent_whole_or_refused(reentrant: bool) -> None:
     engine, listener = make_engine(Repeated(reentrant)), Listener()
+    engine.enter(side_by_side(1, 2), listener)
     try:
         engine.attempt(0, listener)
     except UsageError:

@@ -17,7 +17,7 @@ shapes = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=
 def test_buckets_hold_each_parameter_once_the_last_first(shapes: list[list[int]], limit: int, random) -> None:
     dtypes = [random.choice([torch.float32, torch.float64]) for _ in shapes]
     parameters = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
-    buckets = make_buckets(parameters, limit)
+    buckets = make_buckets([((0,), parameters)], limit)
     assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
     assert sorted(id(p) for b in buckets for p in b.parameters) == sorted(map(id, parameters))
     for bucket in buckets:
@@ -27,9 +27,20 @@ def test_buckets_hold_each_parameter_once_the_last_first(shapes: list[list[int]]
         assert places == sorted(places, reverse=True)
 
 
+@given(st.lists(st.tuples(st.permutations([0, 1, 2]), st.integers(0, 3)), max_size=6), st.integers(1, 64))
+@settings(deadline=None)
+def test_a_bucket_belongs_to_one_group_of_holders(groups: list[tuple[list[int], int]], limit: int) -> None:
+    """Numbers are over all of them: each worker has some buckets, and tags are made of numbers."""
+    made = [(tuple(ranks), [nn.Parameter(torch.zeros(2)) for _ in range(count)]) for ranks, count in groups]
+    buckets = make_buckets(made, limit)
+    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+    flat = [(id(p), ranks) for ranks, parameters in made for p in parameters]
+    assert [(id(p), bucket.ranks) for bucket in buckets for p in bucket.parameters] == flat[::-1]
+
+
 def test_gradients_are_gathered_and_attached() -> None:
     model = nn.Linear(3, 2)
-    (bucket,) = make_buckets(list(model.parameters()))
+    (bucket,) = make_buckets([((0,), list(model.parameters()))])
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
     slab = bucket.gather()
@@ -42,7 +53,7 @@ def test_gradients_are_gathered_and_attached() -> None:
 
 def test_an_unused_parameter_has_a_gradient_of_zero() -> None:
     model = nn.Linear(3, 2)
-    (bucket,) = make_buckets(list(model.parameters()))
+    (bucket,) = make_buckets([((0,), list(model.parameters()))])
     used = bucket.take()
     used.flat.fill_(9.0)  # what an earlier step has left behind
     bucket.free.append(used)
@@ -54,13 +65,13 @@ def test_an_unused_parameter_has_a_gradient_of_zero() -> None:
 
 
 def test_views_are_aligned() -> None:
-    (bucket,) = make_buckets([nn.Parameter(torch.zeros(n)) for n in (3, 17, 1)])
+    (bucket,) = make_buckets([((0,), [nn.Parameter(torch.zeros(n)) for n in (3, 17, 1)])])
     starts = [view.storage_offset() for view in bucket.take().views]
     assert starts == [0, 16, 48]
 
 
 def test_slabs_are_used_again() -> None:
-    (bucket,) = make_buckets([nn.Parameter(torch.zeros(4))])
+    (bucket,) = make_buckets([((0,), [nn.Parameter(torch.zeros(4))])])
     left, right = bucket.take(), bucket.take()
     left.flat.fill_(1.0)
     right.flat.fill_(2.0)
@@ -70,7 +81,7 @@ def test_slabs_are_used_again() -> None:
 
 
 def test_room_for_receiving_grows_and_is_kept() -> None:
-    (bucket,) = make_buckets([nn.Parameter(torch.zeros(4))])
+    (bucket,) = make_buckets([((0,), [nn.Parameter(torch.zeros(4))])])
     first = bucket.receiving(8)
     assert bucket.receiving(4).data_ptr() == first.data_ptr()
     assert bucket.receiving(9).numel() == 9

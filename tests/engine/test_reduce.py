@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.engine.gradients import Bucket, make_buckets
+from holdfast.engine.gradients import make_buckets
 from holdfast.engine.reduce import Reduction, slices
 from holdfast.errors import Broken
 from holdfast.plan.shares import shares
@@ -35,12 +35,17 @@ def gradients(micro_batches: int, seed: int = 0) -> Gradients:
 class Worker:
     """Parameters and buckets of one worker, from attempt to attempt."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
         self.parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        self.buckets = make_buckets(self.parameters, LIMIT)
+        self.buckets = make_buckets([(tuple(range(workers)), self.parameters)], LIMIT)
 
-    def bucket_of(self, p: nn.Parameter) -> Bucket:
-        return next(b for b in self.buckets if any(q is p for q in b.parameters))
+    def regroup(self, workers: int) -> None:
+        """As the engine does it: memory that is there already serves again."""
+        for bucket in self.buckets:
+            bucket.ranks = tuple(range(workers))
+
+    def position_of(self, p: nn.Parameter) -> int:
+        return next(i for i, b in enumerate(self.buckets) if any(q is p for q in b.parameters))
 
     def attempt(self, group: Any, leaves: Gradients, *, exact: bool) -> list[torch.Tensor]:
         reduction = Reduction(self.buckets, group, shares(len(leaves), group.size), exact=exact)
@@ -52,7 +57,7 @@ class Worker:
                     leaf = leaves[index][number]
                     p.grad = leaf.clone() if p.grad is None else p.grad.add_(leaf)  # as autograd does
                     if last and number != UNUSED:
-                        reduction.gradient_ready(self.bucket_of(p).number)
+                        reduction.gradient_ready(self.position_of(p))
                 if not last:
                     reduction.after(index)
             reduction.flush()
@@ -67,7 +72,7 @@ def reduced(workers: int, leaves: Gradients, *, exact: bool) -> list[list[torch.
     """Each worker's result of its second attempt: the first leaves used slabs behind."""
 
     def work(group: Any) -> list[torch.Tensor]:
-        worker = Worker()
+        worker = Worker(group.size)
         worker.attempt(group, gradients(len(leaves), seed=99), exact=exact)
         return worker.attempt(group, leaves, exact=exact)
 
@@ -113,7 +118,7 @@ def test_fast_sums_do_depend_on_the_workers() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_attempts_need_no_more_memory_than_the_first(exact: bool) -> None:
     def work(group: Any) -> tuple[list[int], list[int]]:
-        worker, leaves = Worker(), gradients(7)
+        worker, leaves = Worker(group.size), gradients(7)
         counts = []
         for _ in range(2):
             worker.attempt(group, leaves, exact=exact)
@@ -150,13 +155,88 @@ class BreakingGroup:
 @pytest.mark.parametrize("transfers", range(4))
 @pytest.mark.parametrize("exact", [True, False])
 def test_an_attempt_that_breaks_leaves_no_trace_in_the_next(transfers: int, exact: bool) -> None:
-    worker, leaves = Worker(), gradients(7)
+    worker, leaves = Worker(2), gradients(7)
     (clean,) = reduced(1, leaves, exact=exact)
     with pytest.raises(Broken):
         worker.attempt(BreakingGroup(transfers), leaves, exact=exact)
     assert all(p.grad is None for p in worker.parameters)
+    worker.regroup(1)
     (result,) = on_workers(1, lambda group: worker.attempt(group, leaves, exact=exact))
     assert same_bits(result, clean)
+
+
+# --- pipelines: each bucket among the workers that hold its layers --------------------------------------
+
+Lines = list[list[tuple[int, list[int]]]]  # of each pipeline: its workers, and the parameters of each
+LINES: dict[str, Lines] = {
+    "two stages beside one": [[(2, [0, 1]), (1, [2, 3, 4])], [(0, [0, 1, 2, 3, 4])]],
+    "cut at different places": [[(3, [0]), (0, [1, 2, 3, 4])], [(1, [0, 1, 2, 3]), (2, [4])]],
+    "three pipelines": [[(4, [0, 1, 2]), (3, [3, 4])], [(2, [0, 1, 2, 3, 4])], [(0, [0]), (5, [1, 2]), (1, [3, 4])]],
+}
+
+
+def summed_in_pipelines(
+    lines: Lines, leaves: Gradients, *, exact: bool, by_rank: bool = False
+) -> list[dict[int, torch.Tensor]]:
+    """What each worker has for its parameters; ``by_rank`` is the control: holders in the wrong order."""
+    workers = sum(len(line) for line in lines)
+    parts = shares(len(leaves), len(lines))
+    share_of = {rank: parts[number] for number, line in enumerate(lines) for rank, _ in line}
+
+    def work(group: Any) -> dict[int, torch.Tensor]:
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        groups = []
+        for number, p in enumerate(parameters):
+            ranks = tuple(rank for line in lines for rank, held in line if number in held)
+            groups.append((tuple(sorted(ranks)) if by_rank else ranks, [p]))
+        buckets = [bucket for bucket in make_buckets(groups) if group.rank in bucket.ranks]
+        mine = {number: p for number, p in enumerate(parameters) if any(p is b.parameters[0] for b in buckets)}
+        reduction = Reduction(buckets, group, [share_of[rank] for rank in range(workers)], exact=exact)
+        for index in reduction.share:
+            reduction.before(index)
+            for number, p in reversed(mine.items()):
+                leaf = leaves[index][number]
+                p.grad = leaf.clone() if p.grad is None else p.grad.add_(leaf)
+            if index != reduction.share[-1]:
+                reduction.after(index)
+        reduction.flush()
+        reduction.finish()
+        group.vote(torch.zeros(1))
+        found = {number: p.grad.clone() for number, p in mine.items()}
+        reduction.release()
+        return found
+
+    return on_workers(workers, work)
+
+
+@pytest.mark.parametrize("lines", LINES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+def test_in_pipelines_every_holder_gets_the_sum_of_the_tree(lines: str, micro_batches: int) -> None:
+    leaves = gradients(micro_batches)
+    expected = [tree_of([leaf[number] for leaf in leaves]) for number in range(len(SHAPES))]
+    for rank, result in enumerate(summed_in_pipelines(LINES[lines], leaves, exact=True)):
+        held = next(numbers for line in LINES[lines] for each, numbers in line if each == rank)
+        assert list(result) == held
+        assert all(torch.equal(value, expected[number]) for number, value in result.items())
+
+
+@pytest.mark.parametrize("lines", LINES)
+def test_in_pipelines_fast_sums_are_the_same_for_all_holders(lines: str) -> None:
+    leaves = gradients(8)
+    found: dict[int, torch.Tensor] = {}
+    for result in summed_in_pipelines(LINES[lines], leaves, exact=False):
+        for number, value in result.items():
+            assert torch.equal(found.setdefault(number, value), value)
+            whole = sum(leaf[number].double() for leaf in leaves).float()
+            assert torch.allclose(value, whole, rtol=1e-4, atol=1e-3)
+
+
+def test_holders_in_another_order_than_their_micro_batches_would_show() -> None:
+    """The control: the sums are such that it matters who comes first."""
+    leaves, lines = gradients(7), LINES["three pipelines"]
+    right = summed_in_pipelines(lines, leaves, exact=True)
+    wrong = summed_in_pipelines(lines, leaves, exact=True, by_rank=True)
+    assert not all(torch.equal(right[0][number], wrong[0][number]) for number in right[0])
 
 
 def test_slices_are_consecutive_and_complete() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from holdfast import codec
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.state import State
 from holdfast.engine.update import Update
+from tests.recovery import parts
 
 
 class Tied(nn.Module):
@@ -44,11 +46,15 @@ def train(state: State, steps: range) -> State:
     return state
 
 
+def sent(value: Any) -> Any:
+    text, tensors = codec.flatten(value)
+    return codec.unflatten(text, [tensor.clone() for tensor in tensors])
+
+
 def move(source: State, target: State) -> None:
-    assert len(source) == len(target)
-    for part in range(len(source)):
-        text, tensors = codec.flatten(source.read(part))
-        target.write(part, codec.unflatten(text, [tensor.clone() for tensor in tensors]))
+    for theirs, mine in zip(source.model.units, target.model.units, strict=True):
+        target.write(mine, sent(source.read(theirs)))
+    target.set_common(sent(source.common()))
 
 
 def test_a_moved_state_is_the_same_and_goes_on_the_same() -> None:
@@ -105,10 +111,11 @@ def test_one_bit_of_an_optimizer_slot_changes_the_hash_but_not_that_of_the_weigh
 
 
 def test_reading_and_hashing_change_nothing() -> None:
-    state = train(make_state(0), range(2))
+    state = train(make_state(0, step=2), range(2))
     first = state.sha256()
-    for part in range(len(state)):
-        state.read(part)
+    for unit in state.model.units:
+        state.read(unit)
+    state.tree()
     assert state.sha256() == first
 
 
@@ -120,3 +127,69 @@ def test_equal_bytes_under_other_names_or_shapes_have_other_hashes() -> None:
         return State(model, Update(model.trainable, lambda ps: torch.optim.SGD(ps, lr=0.1)), {}).sha256()
 
     assert len({of(nn.Linear(2, 3)), of(nn.Linear(3, 2)), of(nn.ReLU(), nn.Linear(2, 3))}) == 3
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_units_move_to_a_worker_that_holds_only_them() -> None:
+    source, target = parts.whole(), parts.keep(parts.whole(seed=1, steps=0), [])
+    target.model.hold([0, 1])
+    for theirs, mine in zip(source.model.units, target.model.units, strict=True):
+        if target.model.is_held(mine):
+            target.write(mine, sent(source.read(theirs)))
+    target.set_common(sent(source.common()))
+    assert target.digests().items() <= source.digests().items()
+    assert target.progress == source.progress
+    assert target.update.settings() == source.update.settings()
+    last = target.model.layers[6]
+    assert torch.equal(last.weight, source.model.layers[6].weight), "the weight that the first layer shares"
+    assert last.bias.isnan().all(), "and no more"
+
+
+def test_writing_takes_the_memory_that_is_there() -> None:
+    source, target = parts.whole(), parts.whole(seed=1)
+    before = [tensor.data_ptr() for unit in target.model.units for tensor in unit.tensors]
+    for theirs, mine in zip(source.model.units, target.model.units, strict=True):
+        target.write(mine, sent(source.read(theirs)))
+    assert [tensor.data_ptr() for unit in target.model.units for tensor in unit.tensors] == before
+
+
+def test_what_is_not_here_is_neither_read_nor_written() -> None:
+    state = parts.keep(parts.whole(), [0])
+    unit = state.model.units[1]
+    with pytest.raises(AssertionError, match="unit 1 is not here"):
+        state.read(unit)
+    with pytest.raises(AssertionError, match="unit 1 has no memory here"):
+        state.write(unit, {})
+    state.is_held = lambda unit: False  # memory whose values never came
+    with pytest.raises(AssertionError, match="unit 0 is not here"):
+        state.read(state.model.units[0])
+    assert state.digests() == {}
+
+
+def test_slots_of_what_has_gone_are_forgotten() -> None:
+    state = parts.whole(optimizer="Adagrad")  # which has slots before the first step
+    state.model.release([1, 4])
+    state.forget()
+    slots = state.update.optimizer.state
+    kept = [name for name, p in state.model.module.named_parameters() if p in slots]
+    assert sorted({name[0] for name in kept}) == ["0", "5", "6"]
+    assert len(kept) == len(slots)
+
+
+def test_digests_are_of_what_is_held_and_tell_where_a_difference_is() -> None:
+    whole, part = parts.whole(), parts.keep(parts.whole(), [4, 6])
+    names = {name.split("/")[1].split(".")[0] for name in part.digests()}
+    assert names == {"0", "4", "6"}, "the tied weight has a name in the first layer"
+    assert {name for name in part.digests() if name.startswith("optimizer/6")} == {"optimizer/6.bias"}, "one key each"
+    assert part.digests().items() <= whole.digests().items()
+    flip_last_bit(whole.model.layers[4].low.weight)
+    differing = {name for name, digest in part.digests().items() if whole.digests()[name] != digest}
+    assert differing == {"model/4.low.weight"}
+
+
+def test_the_order_of_workers_and_of_copies_does_not_matter() -> None:
+    digests = [parts.keep(parts.whole(), layers).digests() for layers in (range(4), range(2, 7), range(3))]
+    whole = parts.whole()
+    assert {whole.combine(order) for order in itertools.permutations(digests)} == {whole.sha256()}

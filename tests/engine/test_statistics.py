@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.engine.model import LayeredModel
 from holdfast.engine.statistics import RunningStatistics, refuse_running_statistics
 from holdfast.errors import UsageError
+from holdfast.plan.layout import Layout, Line, side_by_side
 from tests.engine.memory_group import on_workers
 
 
@@ -28,9 +30,13 @@ def test_layers_without_running_statistics_are_welcome(norm: nn.Module) -> None:
     refuse_running_statistics(nn.Sequential(norm))
 
 
+def model_of(*layers: nn.Module) -> LayeredModel:
+    return LayeredModel([nn.Linear(2, 2), *layers], seed=0, device=torch.device("cpu"))
+
+
 def test_a_redone_step_starts_from_the_old_statistics() -> None:
     norm = nn.BatchNorm1d(2)
-    statistics = RunningStatistics(norm)
+    statistics = RunningStatistics(model_of(norm))
     statistics.begin()
     norm(torch.randn(4, 2) + 5)
     statistics.restore()  # the attempt broke
@@ -46,12 +52,36 @@ def test_a_redone_step_starts_from_the_old_statistics() -> None:
 def test_workers_agree_on_the_mean_of_their_statistics_and_on_the_count() -> None:
     def work(group: Any) -> tuple[list[float], int]:
         norm = nn.BatchNorm1d(2)
-        statistics = RunningStatistics(norm)
+        statistics = RunningStatistics(model_of(norm))
         statistics.begin()
         for _ in range(group.rank + 1):
             norm(torch.full((4, 2), float(group.rank)))
         norm.running_mean.fill_(float(group.rank))
-        statistics.agree(group)
+        statistics.agree(group, side_by_side(2, 3))
         return norm.running_mean.tolist(), int(norm.num_batches_tracked)
 
     assert on_workers(3, work) == [([1.0, 1.0], 1)] * 3
+
+
+def test_in_pipelines_a_layers_holders_agree_among_themselves() -> None:
+    """Layer 1 is held by ranks 0 and 2, layer 2 by ranks 1 and 2; rank 3 has nothing to do."""
+    lines = (
+        Line(ranks=(0, 1), layers=(range(2), range(2, 3))),
+        Line(ranks=(2,), layers=(range(3),)),
+    )
+    layout = Layout(lines=lines, size=4, layers=3, tolerate=1, minimum=1, reason="")
+
+    def work(group: Any) -> list[list[float]]:
+        norms = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
+        model = model_of(*norms)
+        role = layout.role(group.rank)
+        model.release(set(range(3)) - set(role.layers if role else ()))
+        statistics = RunningStatistics(model)
+        statistics.begin()
+        for norm, layer in zip(norms, (1, 2), strict=True):
+            if role and layer in role.layers:
+                norm.running_mean.fill_(float(group.rank))
+        statistics.agree(group, layout)
+        return [norm.running_mean.tolist() for norm, n in zip(norms, (1, 2), strict=True) if role and n in role.layers]
+
+    assert on_workers(4, work) == [[[1.0, 1.0]], [[1.5, 1.5]], [[1.0, 1.0], [1.5, 1.5]], []]

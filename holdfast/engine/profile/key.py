@@ -48,6 +48,7 @@ def facts_of(engine: Engine, inputs: Any, targets: Any) -> Facts:
     optimizer, sight = engine.update.optimizer, Sight()
     model = {
         "layers": [sight.see(layer) for layer in engine.model.layers],
+        "shared": [sorted(unit.layers) for unit in engine.model.units if len(unit.layers) > 1],
         "loss": sight.see(engine.loss),
         "optimizer": sight.see(type(optimizer)),
         "settings": {name: sight.see(value) for name, value in optimizer.defaults.items() if name != "lr"},

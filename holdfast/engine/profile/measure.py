@@ -82,6 +82,7 @@ def read_facts(engine: Engine) -> tuple[Facts, Any, Any]:
 
 def measure(engine: Engine, *, rounds: int, say: Callable[[str], None] = lambda text: None) -> Layers:
     """Measures every layer of a run that will not train: its optimizer and gradients are used up."""
+    engine.model.make_whole()
     facts, inputs, targets = read_facts(engine)
     passes = Passes(engine, inputs, targets)
     weighed, saved = saved_bytes(passes, engine)
@@ -132,9 +133,11 @@ def layer_names(model: LayeredModel) -> list[str]:
     >>> layer_names(LayeredModel([nn.Linear(2, 2), nn.ReLU()], seed=0, device=torch.device("cpu")))
     ['0 Linear', '1 ReLU']
     """
-    whole = len(model.layers) == 1 and model.layers[0] is model.module
-    names = [""] if whole else list(model.module._modules)
-    return [f"{name} {type(layer).__name__}".strip() for name, layer in zip(names, model.layers, strict=True)]
+    names = {id(layer): name for name, layer in model.module.named_children()}
+    names |= {id(layer): str(number) for number, layer in enumerate(model.layers) if id(layer) not in names}
+    if model.layers == [model.module]:
+        names = {id(model.module): ""}
+    return [f"{names[id(layer)]} {type(layer).__name__}".strip() for layer in model.layers]
 
 
 def _state(update: Update, parameters: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> dict[str, int]:

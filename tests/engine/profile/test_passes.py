@@ -23,7 +23,7 @@ def test_cutting_changes_no_gradient(autocast: torch.dtype | None) -> None:
     layers = [linear(), nn.ReLU(inplace=True), nn.Dropout(0.3), Masked(tuple), Unmask(), linear()]
     run = make_run(*layers, autocast=autocast)
     inputs, targets = micro_batch(run.engine)
-    loss = run.engine._forward(inputs, targets, step=0, index=0, between=lambda: None)
+    loss = run.engine._through(range(len(layers)), inputs, targets, step=0, index=0, between=lambda: None)
     (loss * BATCH / 8).backward()  # type: ignore[no-untyped-call]
     whole = gradients(run)
     run.engine.model.module.zero_grad()

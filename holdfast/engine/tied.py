@@ -1,0 +1,128 @@
+"""``holdfast.tied``: a layer that shares parameters with another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from holdfast.errors import UsageError
+
+Module = TypeVar("Module", bound=nn.Module)
+BY_NAME = "layer number and name, as in '0.weight'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tied:
+    """A function that makes a layer, and what the layer shares: its own names, and those of other layers."""
+
+    make: Callable[[], nn.Module]
+    shared: dict[str, str]
+
+    def __call__(self) -> nn.Module:
+        return self.make()
+
+
+@overload
+def tied(layer: Module, /, **shared: nn.Parameter | str) -> Module: ...
+@overload
+def tied(layer: Callable[[], nn.Module], /, **shared: nn.Parameter | str) -> Tied: ...
+def tied(layer: Any, /, **shared: nn.Parameter | str) -> Any:
+    """Makes parameters of a layer be those of another, in training and in every layout.
+
+    Each keyword is the name of a parameter in the layer, its value the parameter that takes its place:
+
+    >>> embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    >>> head = tied(head, weight=embedding.weight)
+    >>> head.weight is embedding.weight
+    True
+
+    or the name that it has in the model: the number of its layer, and its name there. So a layer can be tied that
+    is given as a function, and made only where it is needed. Names with dots go in as ``**{"score.weight": ...}``.
+
+    >>> head = tied(lambda: nn.Linear(4, 7, bias=False), weight="0.weight")
+    >>> shared_names(head)
+    {'weight': '0.weight'}
+    """
+    if not shared:
+        raise UsageError("tied needs the names of parameters to share", hint="tied(head, weight=embedding.weight)")
+    for name, value in shared.items():
+        if isinstance(value, str) and not re.fullmatch(r"\d+(\.\w+)+", value):
+            raise UsageError(f"'{name}' is tied to '{value}', which names no layer's parameter", hint=BY_NAME)
+        if not isinstance(value, nn.Parameter | str):
+            raise UsageError(f"'{name}' is tied to a {type(value).__name__}", hint="a parameter, or the name of one")
+    if isinstance(layer, nn.Module):
+        return _tie_module(layer, shared)
+    if not callable(layer):
+        raise UsageError(
+            f"tied takes a layer, not {type(layer).__name__}", hint="a module, or a function that makes it"
+        )
+    names = {name: value for name, value in shared.items() if isinstance(value, str)}
+    if len(names) < len(shared):
+        raise UsageError("a function's layer can share parameters by their names only", hint=BY_NAME)
+    return Tied(make=layer, shared={**shared_names(layer), **names})
+
+
+def _tie_module(module: nn.Module, shared: dict[str, nn.Parameter | str]) -> nn.Module:
+    later = shared_names(module)
+    for name, value in shared.items():  # all are looked at before one is changed
+        if isinstance(value, str):
+            _owner(module, name)
+            later[name] = value
+        else:
+            _check_fit(module, name, value)
+    for name, value in shared.items():
+        if isinstance(value, nn.Parameter):
+            share(module, name, value)
+    if later:
+        module.holdfast_shared = later  # type: ignore[assignment]
+    return module
+
+
+def shared_names(layer: Any) -> dict[str, str]:
+    """What a layer, or a function that makes it, shares by name: its own names, and those in the model.
+
+    >>> shared_names(nn.Linear(1, 1))
+    {}
+    """
+    if isinstance(layer, Tied):
+        return dict(layer.shared)
+    return dict(getattr(layer, "holdfast_shared", {}))
+
+
+def share(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts another layer's parameter in the place of a module's own, if it fits.
+
+    >>> share(nn.Linear(2, 3), "weight", nn.Parameter(nn.Linear(3, 2).weight))
+    Traceback (most recent call last):
+    holdfast.errors.UsageError: 'weight' of Linear has shape (3, 2), the parameter it is tied to (2, 3)
+    """
+    _check_fit(module, name, parameter)
+    _owner(module, name)[0]._parameters[name.rpartition(".")[2]] = parameter
+
+
+def _check_fit(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    own = _owner(module, name)[1]
+    facts = {"shape": (tuple(own.shape), tuple(parameter.shape)), "dtype": (own.dtype, parameter.dtype)}
+    for what, (mine, other) in facts.items():
+        if mine != other:
+            kind = type(module).__name__
+            raise UsageError(f"'{name}' of {kind} has {what} {mine}, the parameter it is tied to {other}")
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, nn.Parameter]:
+    """The module inside the layer that has the parameter, and the parameter."""
+    path, _, last = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+        parameter = owner._parameters[last]
+    except (AttributeError, KeyError):
+        parameter = None
+    if parameter is None:
+        names = [each for each, _ in module.named_parameters()]
+        listed = f"it has {', '.join(names[:6])}{' …' if len(names) > 6 else ''}" if names else "it has none"
+        raise UsageError(f"{type(module).__name__} has no parameter '{name}'", hint=listed)
+    return owner, parameter

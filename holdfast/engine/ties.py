@@ -1,0 +1,81 @@
+"""The gradients of weights that several layers share, put together from their uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from holdfast.cluster.group import Group, Transfer
+from holdfast.engine.model import LayeredModel
+from holdfast.plan.layout import Layout
+
+TIE_TAG = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A layer that uses a shared weight, and its own leaf of it."""
+
+    layer: int
+    leaf: nn.Parameter
+
+
+class Ties:
+    """The shared weights of a model: each with its uses, in the order of the layers."""
+
+    def __init__(self, model: LayeredModel) -> None:
+        aliases = {id(alias): primary for alias, primary in model.aliases}
+        found: dict[int, tuple[nn.Parameter, list[Use]]] = {}
+        tied = {id(primary) for primary in aliases.values()}
+        for number, layer in enumerate(model.layers):
+            for leaf in layer.parameters():
+                weight = aliases.get(id(leaf), leaf)
+                if id(weight) in tied and weight.requires_grad:
+                    found.setdefault(id(weight), (weight, []))[1].append(Use(layer=number, leaf=leaf))
+        self._weights = list(found.values())
+
+    def add_up(self, group: Group, layout: Layout) -> None:
+        """Gives each weight the sum of its uses' gradients, on every worker that holds one of the uses."""
+        for weight, uses in self._weights:
+            users = sorted({rank for use in uses for rank in layout.holders(use.layer)})
+            if group.rank in users:
+                weight.grad = self._total(group, layout, weight, uses, users)
+                for use in uses:
+                    if use.leaf is not weight:
+                        use.leaf.grad = None
+
+    def forget(self) -> None:
+        """A shared weight's gradient may be that of layers which are elsewhere: no bucket would take it away."""
+        for weight, _ in self._weights:
+            weight.grad = None
+
+    def _total(
+        self, group: Group, layout: Layout, weight: nn.Parameter, uses: list[Use], users: list[int]
+    ) -> torch.Tensor:
+        sums: list[torch.Tensor] = []
+        sends: list[Transfer] = []
+        receives: list[Transfer] = []
+        for use in uses:
+            holders = layout.holders(use.layer)
+            for rank in users:
+                if rank in holders:
+                    continue
+                source = holders[rank % len(holders)]  # the load is spread
+                if source == group.rank:
+                    assert use.leaf.grad is not None
+                    sends.append((rank, use.leaf.grad.contiguous(), TIE_TAG))
+                elif rank == group.rank:
+                    receives.append((source, torch.empty_like(weight, memory_format=torch.contiguous_format), TIE_TAG))
+            if group.rank in holders:
+                assert use.leaf.grad is not None
+                sums.append(use.leaf.grad)
+            else:
+                sums.append(receives[-1][1])
+        if sends or receives:
+            group.finish(group.start(sends, receives))
+        total = sums[0]
+        for more in sums[1:]:
+            total = total + more  # not in place: the first is being sent
+        return total

@@ -1,0 +1,80 @@
+"""Models cut into layers. Those of transformers have tests of their own, beside this file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.engine.layers_of import layers_of
+from holdfast.errors import UsageError
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, lambda *layers: nn.ModuleList(layers)])
+def test_a_list_is_cut_at_its_items(kind: type[nn.Sequential]) -> None:
+    shared = nn.Linear(2, 2)
+    model = kind(shared, nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), shared)
+    names = list(model.state_dict())
+    cut = layers_of(model)
+    assert cut.module is model
+    assert cut.layers == [model[0], model[1], model[2]], "what is there twice, runs twice"
+    assert list(cut.module.state_dict()) == names
+
+
+def test_layers_are_the_model() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    output = x
+    for layer in layers_of(model).layers:
+        output = layer(output)
+    assert torch.equal(output, model(x))
+
+
+class Backwards(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+class WithExtra(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(2, 2)])
+        self.register_buffer("mean", torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Backwards(nn.Linear(2, 2)), "Backwards cannot be cut into layers: its forward"),
+        (nn.Sequential(), "Sequential cannot be cut into layers: it is empty"),
+        (nn.ModuleList(), "ModuleList cannot be cut into layers: it is empty"),
+        (WithExtra(), "no layer would have mean"),
+        (nn.Linear(2, 2), "Linear cannot be cut into layers: only nn.Sequential, nn.ModuleList and the GPT-2, Llama"),
+        ([nn.Linear(2, 2)], "layers_of takes a torch module, not list"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        layers_of(model)
+    assert reason in str(caught.value)
+    assert "pass layers=[...] yourself" in str(caught.value)
+
+
+def test_transformers_is_not_imported_for_models_that_are_not_its_own() -> None:
+    """Holdfast does not depend on it, and importing it takes seconds."""
+    code = """
+import sys
+sys.modules["transformers"] = None  # an import would fail
+from torch import nn
+from holdfast.engine.layers_of import layers_of
+layers_of(nn.Sequential(nn.Linear(1, 1)))
+try:
+    layers_of(nn.Linear(1, 1))
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "Linear cannot be cut" in done.stdout, done.stderr

@@ -1,0 +1,276 @@
+"""Pipelines of stages: whatever goes between layers, and whoever holds them, the bits are those of one worker."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from holdfast.engine import boundary
+from holdfast.engine import model as model_module
+from holdfast.engine.stage import post_of
+from holdfast.engine.tied import tied
+from holdfast.errors import LossNotFinite, UsageError
+from holdfast.plan.layout import Layout, side_by_side
+from tests.engine.memory_group import MemoryGroup, Network, on_workers
+from tests.engine.pipelines import MAKING as LOCK
+from tests.engine.pipelines import WIDTH, Job, assert_same, fill, lay, one_step, take_place, train, train_alone
+
+W = WIDTH
+
+
+def mlp() -> list[nn.Module]:
+    return [linear(W, 9), nn.Tanh(), linear(9, 9), nn.LayerNorm(9), nn.GELU(), linear(9, W)]
+
+
+# --- layouts -------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "two stages": lay(([0, 1], [3, 3])),
+    "two stages, the last first": lay(([1, 0], [1, 5])),
+    "six stages": lay(([3, 5, 0, 1, 4, 2], [1] * 6)),
+    "side by side": side_by_side(6, 3),
+    "different depths": lay(([2, 0], [1, 5]), ([1], [6])),
+    "cut at different places": lay(([3, 1, 4], [1, 1, 4]), ([0, 5], [5, 1]), size=7),
+    "more pipelines than micro-batches": lay(*[([2 * i + 1, 2 * i], [i % 5 + 1, 5 - i % 5]) for i in range(7)]),
+    "deep beside wide": lay(([5, 4, 3, 2], [2, 1, 1, 2]), ([1], [6]), ([0, 6], [4, 2])),
+    "nobody but the middle": lay(([3], [6]), size=6),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_losses_and_evaluation_are_those_of_one_worker(layout: str) -> None:
+    adam = lambda ps: torch.optim.AdamW(ps, lr=0.01)  # noqa: E731
+    assert_same(Job(layers=mlp, clip_norm=0.3, optimizer=adam, steps=3), LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["six stages", "cut at different places"])
+def test_fast_training_is_close_and_the_same_for_all_holders(layout: str) -> None:
+    job = Job(layers=mlp, exact=False)
+    expected = train_alone(job)
+    results = train(job, LAYOUTS[layout])
+    for result in results:
+        assert all(not result.differs_from(other) for other in results)
+        for name, tensor in result.tensors.items():
+            assert torch.allclose(tensor, expected.tensors[name], atol=1e-4)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, layers: int) -> Layout:
+    sizes = draw(st.lists(st.integers(1, min(4, layers)), min_size=1, max_size=3))
+    workers = draw(st.permutations(range(sum(sizes) + draw(st.integers(0, 1)))))
+    lines = []
+    for size in sizes:
+        cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=size - 1, max_size=size - 1)))
+        counts = [stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True)]
+        lines.append(([workers.pop() for _ in range(size)], counts))
+    return lay(*lines, size=sum(sizes) + len(workers))
+
+
+def everything() -> list[nn.Module]:
+    """A tied weight, a module twice, tuples, a mask, a frozen layer, in-place writes, layers without parameters."""
+    embedding, block = linear(), linear()
+    head = linear()
+    head.weight = embedding.weight
+    return [
+        Layer(lambda x, m: (m(x), x > 0, "text"), embedding),
+        Layer(lambda x, m: (m(x[0]).tanh(), x[1], None), block),
+        Layer(lambda x: (x[0].t(), x[1], x[0])),
+        Layer(lambda x, m: m(x[2] + x[0].t() * x[1]), block),
+        nn.ReLU(inplace=True),
+        Layer(lambda x, m: x + m(x), linear().requires_grad_(False)),
+        head,
+    ]
+
+
+EVERYTHING = Job(layers=everything, clip_norm=0.3)
+
+
+@given(layouts(7), st.integers(1, 6))
+@settings(deadline=None, max_examples=15)
+def test_any_layout_gives_the_bits_of_one_worker(layout: Layout, micro_batches: int) -> None:
+    EVERYTHING.global_batch = 2 * micro_batches
+    assert_same(EVERYTHING, layout)
+
+
+def test_another_cut_of_the_work_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: these numbers are such that sums in another order are found out."""
+    job = Job(layers=mlp, global_batch=12)
+    expected = train_alone(job)
+    job.exact = False
+    (result,) = train(job, side_by_side(6, 1))
+    assert result.differs_from(expected)
+
+
+# --- places change ------------------------------------------------------------------------------------
+
+
+def test_a_shared_weight_that_moves_away_leaves_nothing_behind() -> None:
+    """A worker that had the later use of a weight, and then none, must not touch it any more."""
+    job = Job(layers=lambda: tied_by((3, 0), layers=4), steps=3)
+    expected = train_alone(job)
+    before, after = lay(([0, 1], [2, 2]), size=3), lay(([0, 1, 2], [2, 1, 1]))
+    alone = job.engine()
+
+    def work(group: MemoryGroup) -> dict[str, Tensor]:
+        engine = job.engine()
+        take_place(engine, before, group)
+        one_step(engine, group, 0)
+        if group.rank == 2:  # gets layer 3 as somebody has it after step 0
+            one_step(alone, MemoryGroup(0, Network(1)), 0)
+            engine.model.hold([3])
+            for mine, other in zip(engine.model.units_of([3]), alone.model.units_of([3]), strict=True):
+                engine.update.set_slots(mine.parameters, alone.update.slots(other.parameters))
+                for a, b in zip(mine.parameters, other.parameters, strict=True):
+                    a.data.copy_(b.data)
+        role = after.role(group.rank)
+        engine.enter(after, group)
+        one_step(engine, group, 1)
+        engine.model.release(set(range(4)) - set(role.layers))
+        for unit in engine.model.units:
+            if not engine.model.is_held(unit):
+                engine.update.forget(unit.parameters)
+        one_step(engine, group, 2)
+        assert all(p.grad is None for layer in engine.model.layers for p in layer.parameters())
+        layers = engine.model.layers
+        return {f"{n}.{k}": t.clone() for n in engine.model.held for k, t in layers[n].named_parameters()}
+
+    for result in on_workers(3, work):
+        assert result
+        assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in result.items())
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Counts how many of its outputs' graphs are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.alive = self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(y, self._gone)  # which the graph needs for its backward pass
+        return y.sin()
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_stage_has_as_many_micro_batches_under_way_as_there_are_stages_to_the_end(stages: int) -> None:
+    count = 32
+    data = TensorDataset(fill(torch.empty(count, W), 1), fill(torch.empty(count, W), 2))
+    job = Job(layers=lambda: [Counted() for _ in range(4)], data=data, global_batch=count, micro_batch=1, filled=False)
+    layout = lay((range(stages), [4 // stages] * stages))
+    network = Network(stages)
+    kept: list[int] = [0] * stages
+
+    def work(group: MemoryGroup) -> list[int]:
+        engine = job.engine()
+        take_place(engine, layout, group)
+        send = group.send
+
+        def counting(sends: Any) -> Any:
+            mine = f"{group.rank} →"
+            kept[group.rank] = max(kept[group.rank], sum(letter.address.startswith(mine) for letter in [*network.letters]))
+            return send(sends)
+
+        group.send = counting
+        one_step(engine, group, 0)
+        one_step(engine, group, 1)
+        layers = [engine.model.layers[n] for n in sorted(engine.model.held)]
+        assert all(layer.alive <= 1 for layer in layers), "something is left of the step before"
+        return [layer.most for layer in layers]
+
+    for stage, most in enumerate(on_workers(stages, work, network)):
+        assert max(most) <= stages - stage
+    if stages > 1:  # headers, activations and gradients that may not have arrived yet, not those of 32 micro-batches
+        assert max(kept) <= 6 * stages
+
+
+def test_while_evaluating_a_first_stage_is_only_so_far_ahead() -> None:
+    count = 64
+    data = TensorDataset(fill(torch.empty(count, W), 1), fill(torch.empty(count, W), 2))
+    job = Job(layers=lambda: [linear() for _ in range(3)], data=data, micro_batch=1)
+    layout = lay(([0, 1, 2], [1, 1, 1]))
+    network = Network(3)
+    most = [0]
+
+    def work(group: MemoryGroup) -> list[float]:
+        engine = job.engine()
+        take_place(engine, layout, group)
+        send = group.send
+
+        def counting(sends: Any) -> Any:
+            most[0] = max(most[0], len([*network.letters]))
+            return send(sends)
+
+        group.send = counting
+        values = engine.evaluate(data, mse_loss, group)
+        group.vote(torch.zeros(1))
+        return values
+
+    assert len(on_workers(3, work, network)[2]) == count
+    assert most[0] < 40
+
+
+# --- errors -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [side_by_side(2, 1), each_alone(2)])
+def test_a_loss_without_a_gradient_is_refused(layout: Layout) -> None:
+    job = Job(layers=lambda: [linear(), linear()], loss=lambda output, target: mse_loss(output.detach(), target))
+    with pytest.raises((UsageError, RuntimeError)):
+        train(job, layout)
+
+
+@pytest.mark.parametrize("layout", [side_by_side(2, 1), each_alone(2)])
+def test_a_loss_that_is_not_finite_is_told_with_its_samples(layout: Layout) -> None:
+    job = Job(layers=lambda: [linear(), linear()], loss=lambda output, target: (output - target).mean() / 0)
+    with pytest.raises(LossNotFinite, match=r"step 0, micro-batch 0 \(samples \["):
+        train(job, layout)
+
+
+def test_a_layer_that_is_not_held_is_seen_in_the_loss() -> None:
+    """The control for all of the above: layers elsewhere have no values here that could be used by mistake."""
+    job = Job(layers=mlp)
+
+    def work(group: MemoryGroup) -> None:
+        engine = job.engine()
+        take_place(engine, lay(([0, 1], [3, 3])), group)
+        engine.enter(side_by_side(6, 2), group)
+        one_step(engine, group, 0)
+
+    with pytest.raises(LossNotFinite):
+        on_workers(2, work)
+
+
+def test_posts_know_their_neighbours() -> None:
+    layout = lay(([3, 1, 4], [1, 1, 4]), ([0, 5], [5, 1]), size=7)
+    posts = [post_of(layout, rank) for rank in range(7)]
+    assert posts[2] is None
+    assert posts[6] is None
+    found = [(p.role.stage, p.before, p.behind, p.is_first, p.is_last) for p in posts if p is not None]
+    assert found == [
+        (0, None, 5, True, False),
+        (1, 3, 4, False, False),
+        (0, None, 1, True, False),
+        (2, 1, None, False, True),
+        (1, 0, None, False, True),
+    ]
