@@ -16,6 +16,7 @@ from holdfast.cluster import wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.keeper import LOOPBACK, Keeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
+from holdfast.cluster.membership import GIVEN_UP
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
 
@@ -37,6 +38,7 @@ class AgentSettings:
     module: bool = False
     workers: int = 1
     spares: int = 0
+    hosts: tuple[str, ...] = ()  # the failure domain of each slot; spares take them in turn. Empty: this agent
     minimum_hosts: int = 1
     maximum_hosts: int = 1
     endpoint: str = ""  # host:port; empty: this machine alone, any free port
@@ -263,6 +265,7 @@ class Agent:
         name = f"{self.host}.{self._serial}"
         self._serial += 1
         settings, environment = self.settings, self._environment(name, slot)
+        self._events.write("started", worker=name, slot=slot, host=environment["HOLDFAST_HOST"])
         self._local.start(name, slot, command=settings.command, module=settings.module, environment=environment)
 
     def _environment(self, name: str, slot: int) -> dict[str, str]:
@@ -284,10 +287,12 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "HOLDFAST_WORKER": name,
+            "HOLDFAST_HOST": settings.hosts[slot % len(settings.hosts)] if settings.hosts else str(host),
             "HOLDFAST_COORDINATOR": f"{address}:{port}",
             "HOLDFAST_TOKEN": settings.token,
             "HOLDFAST_ADDRESS": self._own_address,
             "HOLDFAST_HEARTBEAT": str(settings.heartbeat_timeout),
+            "HOLDFAST_PATIENCE": str(settings.patience),
             "HOLDFAST_EVENTS": str(settings.events.absolute()),
         }
 
@@ -300,7 +305,9 @@ class Agent:
             self._end(code, worker.error["text"])  # nobody to judge it: the coordinator is gone
         if code == 0 and not self._leaving:
             self.finishing = True
-        if code and not self.finishing and not self._leaving:
+        if code == GIVEN_UP and not self.finishing and not self._leaving:  # no failure of its own
+            self._replacements.append((worker.slot, time.monotonic()))
+        elif code and not self.finishing and not self._leaving:
             self._plan_replacement(worker)
         if self.workers:
             return

@@ -24,7 +24,6 @@ from holdfast.cluster.wire import Line, Message, Refused
 from holdfast.errors import HoldfastError
 
 RETRY_SECONDS = 0.05
-PATIENCE_SECONDS = 60.0  # for a coordinator whose machine may be gone for good
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,8 @@ class Place:
     address: str
     heartbeat: float
     lifeline: int
+    host: str = ""  # its failure domain
+    patience: float = 60.0  # for a coordinator whose machine may be gone for good
 
     @staticmethod
     def from_environment() -> Place | None:
@@ -52,6 +53,8 @@ class Place:
             address=environment["HOLDFAST_ADDRESS"],
             heartbeat=float(environment["HOLDFAST_HEARTBEAT"]),
             lifeline=int(environment["HOLDFAST_LIFELINE"]),
+            host=environment.get("HOLDFAST_HOST") or environment["HOLDFAST_WORKER"].partition(".")[0],
+            patience=float(environment.get("HOLDFAST_PATIENCE", "60")),
         )
 
 
@@ -101,10 +104,10 @@ class Client:
         return self._generation is not None and self._generation.number > number
 
     def _give_up_without_coordinator(self) -> None:
-        if self._line is None and time.monotonic() - self._alone_since > PATIENCE_SECONDS:
+        if self._line is None and time.monotonic() - self._alone_since > self._place.patience:
             host, port = self._place.coordinator
             raise HoldfastError(
-                f"the coordinator at {host}:{port} is gone for {PATIENCE_SECONDS:g} s, and without it the "
+                f"the coordinator at {host}:{port} is gone for {self._place.patience:g} s, and without it the "
                 "survivors cannot regroup",
                 hint="start the run again",
             )
@@ -196,6 +199,7 @@ class Client:
                 "worker": self.worker,
                 "address": self._place.address,
                 "label": self._label,
+                "host": self._place.host,
                 "generation": self._generation.to_json() if self._generation else None,
                 "standing": asdict(standing) if standing else None,
                 "finished": self._finished,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from holdfast.cluster.membership import Standing, worker_order
+from holdfast.cluster.membership import Standing, lost_units, newest_of, worker_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +33,18 @@ def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], targ
     joiners = sorted(waiting, key=worker_order)[:room]
     if standings and not stay and not joiners:
         return Composition(members=(), dismissed=tuple(standings), reason="everybody was asked to leave")
-    if not _has_newest(stay, standings):
-        stay = dict(standings)  # the leavers hand the state over first, and leave at the next boundary
+    if not _have_everything(stay, standings):
+        stay = dict(standings)  # the leavers hand over first what only they hold, and leave at the next boundary
     dismissed = tuple(sorted(standings.keys() - stay.keys(), key=worker_order))
     members = tuple(sorted([*stay, *joiners], key=worker_order))
     return Composition(members=members, dismissed=dismissed, reason=_reason(dismissed, joiners))
 
 
-def _has_newest(stay: Mapping[str, Standing], everybody: Mapping[str, Standing]) -> bool:
-    """Whether somebody who stays can tell what the newest committed operation is."""
-    newest = max((s.operation for s in everybody.values() if s.operation is not None), default=None)
-    if newest is None:
-        return True
-    return any(s.operation == newest for s in stay.values())
+def _have_everything(stay: Mapping[str, Standing], everybody: Mapping[str, Standing]) -> bool:
+    """Whether those who stay know the newest committed operation, and hold all of the state after it."""
+    if newest_of(stay.values()) != newest_of(everybody.values()):
+        return False
+    return not lost_units(stay.values())
 
 
 def _all_at_one_boundary(standings: Mapping[str, Standing]) -> bool:

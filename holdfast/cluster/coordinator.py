@@ -125,6 +125,7 @@ class Coordinator:
             name=hello["worker"],
             address=hello["address"],
             label=hello["label"],
+            host=hello["host"],
             fresh=hello["generation"] is None,
             standing=standing,
         )

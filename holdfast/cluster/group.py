@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.cluster import membership
+from holdfast.cluster import membership, silence
 from holdfast.cluster.membership import Generation
 from holdfast.errors import Broken
 
 CONNECT = timedelta(seconds=60)  # after that an abandoned attempt to connect cleans itself up
-WAIT = timedelta(days=7)  # a slow peer is not a dead one: heartbeats tell them apart, not this
+WAIT = timedelta(days=7)  # a slow peer is not a dead one: heartbeats tell them apart, and answers of its machine
 
 Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
 SUM_TAG = 0
@@ -62,6 +62,7 @@ class Group:
         self._sockets: dict[int, str] = {}
         self._sent: list[Any] = []  # kept alive until a vote proves that it has arrived
         self._broken: str | None = None
+        self._watch: threading.Event | None = None  # set: nobody looks for vanished machines any more
 
     # --- communication ---------------------------------------------------------------------------
 
@@ -85,15 +86,31 @@ class Group:
                     self._sent.append(self._backend.send([tensor], peer, tag))
         except RuntimeError as e:
             broken = self._gave_up(e)
-            self._drain(works)
+            self.drain(works)
             raise broken from e
         return works
 
-    def _drain(self, receives: Sequence[Any]) -> None:
+    def send(self, sends: Sequence[Transfer]) -> list[Any]:
+        """Posts sends that the caller keeps alive until it knows that they have arrived."""
+        self.check()
+        works: list[Any] = []
+        try:
+            with self._together():
+                for peer, tensor, tag in sends:
+                    works.append(self._backend.send([tensor], peer, tag))
+        except RuntimeError as e:
+            raise self._gave_up(e) from e
+        return works
+
+    def keep(self, works: Sequence[Any]) -> None:
+        """Keeps what was sent alive until the next vote, as ``start`` does."""
+        self._sent += works
+
+    def drain(self, receives: Sequence[Any]) -> None:
         """After an abort: waits until none of these writes into its tensor any more."""
         for work in receives:
             try:
-                work.wait()
+                work.wait(WAIT)
             except RuntimeError:
                 pass
 
@@ -111,19 +128,20 @@ class Group:
         """Waits for posted receives, all of them even if one fails: none writes into its tensor later."""
         for number, work in enumerate(receives):
             try:
-                work.wait()
+                work.wait(WAIT)
             except RuntimeError as e:
                 broken = self._gave_up(e)
-                self._drain(receives[number + 1 :])
+                self.drain(receives[number + 1 :])
                 raise broken from e
         self.check()
 
-    def sum(self, values: torch.Tensor) -> None:
-        """Adds up everybody's values, in place and in the order of ranks.
+    def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None) -> None:
+        """Adds up everybody's values, or those of some ranks, in place and in the order of ranks.
 
         Every worker hears from every other: success means that all have come this far.
         """
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        everybody = sorted(range(self.size) if ranks is None else ranks)
+        others = [rank for rank in everybody if rank != self.rank]
         mine = values.clone()
         heard = {rank: torch.empty_like(values) for rank in others}
         receives = self.start(
@@ -131,8 +149,8 @@ class Group:
         )
         self.finish(receives)
         heard[self.rank] = mine
-        values.copy_(heard[0])
-        for rank in range(1, self.size):
+        values.copy_(heard[everybody[0]])
+        for rank in everybody[1:]:
             values.add_(heard[rank])
 
     def vote(self, ballot: torch.Tensor) -> None:
@@ -152,14 +170,25 @@ class Group:
         """Ends the group from any thread: whoever waits in it, here or at a peer, fails at once."""
         if self._broken is None:
             self._broken = reason
+        if self._watch is not None:
+            self._watch.set()
         for number, inode in self._sockets.items():
             _shut_down(number, inode)
         if self._backend is not None and not self._sockets:
             self._backend.abort()  # NCCL: untested here
 
+    def look_for_vanished(self) -> None:
+        """Aborts once the machine of a peer does not answer any more, where no coordinator can tell."""
+        self._watch = silence.watch(list(self._sockets), silence.seconds_allowed(), self.abort)
+
     def close(self) -> None:
         """Ends the group. What it holds is freed with the object, which takes Gloo ten milliseconds."""
         self.abort("closed")
+
+
+def alone() -> Group:
+    """The group of a worker that has no others."""
+    return Group(membership.Solo().regroup(membership.Standing()), 0)
 
 
 def form(generation: Generation, worker: str, store: membership.Store | None, device: torch.device) -> Group:
@@ -187,6 +216,7 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
         if store.closed:
             raise Broken("the generation ended while it formed")
     if isinstance(result[0], Group):
+        result[0].look_for_vanished()  # not earlier: nobody would end it in a group that was abandoned
         return result[0]
     raise Broken(f"the generation could not form: {result[0]}")
 
@@ -199,10 +229,9 @@ def _connect(generation: Generation, rank: int, store: membership.Store, device:
     address = generation.members[rank].address
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
-    options._timeout = CONNECT
+    options._timeout = CONNECT  # also that of a wait which is not given its own
     before = set(_open_sockets().values())
     gloo = dist.ProcessGroupGloo(_Rendezvous(store), rank, size, options)
-    gloo.set_timeout(WAIT)
     group = Group(generation, rank, gloo)
     addresses = {member.address for member in generation.members}
     opened = {n: i for n, i in _open_sockets().items() if i not in before and _is_pair(n, addresses)}

@@ -7,9 +7,11 @@ without an agent needs nobody (``Solo``); an installation with etcd can put its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+GIVEN_UP = 75  # exit code of a worker that can no longer take part as it is; its agent starts a new one
 
 
 def worker_order(worker: str) -> tuple[int, ...]:
@@ -29,8 +31,10 @@ class Standing:
     says that it voted for the next one and still holds that one's complete result. ``boundary``: it is
     between two steps, where joiners may come in; ``broken``: the generation failed it. ``result`` is
     the value of the last committed operation, for those that have to roll forward to it. ``resumable``:
-    if nobody holds the state any more, a checkpoint may. ``spoilt``: it was being given the state when that
-    broke off, so that it no longer has even the initial one. ``everybody_leaves``: as its last vote said.
+    if nobody holds the state any more, a checkpoint may. ``held`` are the units of state that it holds as they are
+    after ``operation``, ``next`` those that it would hold after the operation it has voted for (it updates only the
+    layers of its place), ``units`` how many there are in all. ``profiled``: it knows what the layers cost.
+    ``everybody_leaves``: as its last vote said.
     """
 
     operation: int | None = None
@@ -40,17 +44,52 @@ class Standing:
     leaving: bool = False
     result: float | None = None
     resumable: bool = False
-    spoilt: bool = False
+    held: tuple[int, ...] = ()
+    next: tuple[int, ...] = ()
+    units: int = 0
+    profiled: bool = False
     everybody_leaves: bool = False
+
+
+def newest_of(standings: Iterable[Standing]) -> int | None:
+    """The newest operation that somebody has committed."""
+    return max((s.operation for s in standings if s.operation is not None), default=None)
+
+
+def still_held(standing: Standing, newest: int) -> tuple[int, ...]:
+    """The units that a worker holds as they are after ``newest``, or will when it has rolled forward.
+
+    >>> still_held(Standing(operation=4, voted=True, held=(0, 1), next=(1,)), 5)
+    (1,)
+    >>> still_held(Standing(operation=4, held=(0, 1)), 5)
+    ()
+    """
+    if standing.operation == newest:
+        return standing.held
+    return standing.next if standing.operation == newest - 1 and standing.voted else ()
+
+
+def lost_units(standings: Collection[Standing]) -> list[int]:
+    """Units of a state that somebody has trained, and nobody holds any more.
+
+    >>> lost_units([Standing(operation=3, held=(0,), units=2), Standing()])
+    [1]
+    """
+    newest = newest_of(standings)
+    if not newest:
+        return []
+    held = {unit for standing in standings for unit in still_held(standing, newest)}
+    return [unit for unit in range(max(s.units for s in standings)) if unit not in held]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A worker in a generation, with the standing it came with."""
+    """A worker in a generation, with the standing it came with. ``host`` names what may be lost with it at once."""
 
     worker: str
     address: str
     standing: Standing = field(default_factory=Standing)
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +113,7 @@ class Generation:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Generation:
         members = tuple(
-            Member(worker=m["worker"], address=m["address"], standing=Standing(**m["standing"]))
+            Member(worker=m["worker"], address=m["address"], standing=Standing(**m["standing"]), host=m["host"])
             for m in data["members"]
         )
         return Generation(number=data["number"], members=members, reason=data["reason"])

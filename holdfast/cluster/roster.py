@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from holdfast.cluster import compose, wire
 from holdfast.cluster.events import Events
-from holdfast.cluster.membership import Generation, Member, Standing, worker_order
+from holdfast.cluster.membership import GIVEN_UP, Generation, Member, Standing, lost_units, worker_order
 from holdfast.cluster.wire import Message
 
-GIVEN_UP = 75  # exit code of a worker that comes back after it was replaced; its agent starts a new one
 DONE = "it is done"
 LAST_WORDS_SECONDS = 1.0
 
@@ -45,6 +44,7 @@ class Worker(Peer):
     name: str
     address: str
     label: str
+    host: str = ""  # its failure domain
     fresh: bool = True  # it has never been in a generation
     standing: Standing | None = None  # None while it trains
     doing: tuple[int, str] | None = None
@@ -250,11 +250,11 @@ class Roster:
             self.workers[name].fresh = True
         self._announce(ordered[: self._target()], reason)
 
-    def _begin_again(self, names: Iterable[str], lost: str) -> None:
+    def _begin_again(self, names: Iterable[str], lost: str, what: str = "the model") -> None:
         """Nobody has the state: from the last checkpoint on whatever there is, or it is the end."""
         if not self._resumable:
             # Not at once: if an error in the script ended them, their agents are about to say so.
-            stop = (3, f"too few workers: {lost}, and nobody is left who holds the model")
+            stop = (3, f"too few workers: {lost}, and nobody is left who holds {what}")
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.stop, *stop)
         elif self._readiness(names).ready:
             self._begin(names, f"{lost}: begin again from the last checkpoint")
@@ -270,7 +270,11 @@ class Roster:
     def _regroup(self, standings: dict[str, Standing]) -> None:
         if self._state_is_lost(standings) and not self.finishing:
             lost = ", ".join(name for name, _ in self._lost) or "all members"
-            self._begin_again([*standings, *self._waiting()], f"{lost} lost")
+            self._send_away(standings)
+            for host in self.hosts.values():  # nobody trains who would need the cores
+                host.send({"type": "recovered"})
+            what = "some of the layers, nor is there a checkpoint folder" if standings else "the model"
+            self._begin_again(self._waiting(), f"{lost} lost", what)
             return
         waiting = [] if self.finishing else self._waiting()
         composition = compose.compose(standings=standings, waiting=waiting, target=self._target())
@@ -286,10 +290,18 @@ class Roster:
             self.stop(0, composition.reason)
 
     def _state_is_lost(self, standings: dict[str, Standing]) -> bool:
-        """Whether there was a trained state, and nobody has it any more."""
+        """Whether there was a trained state, and nobody has it, or some part of it, any more."""
         assert self.generation is not None
-        was_held = any(member.standing.operation is not None for member in self.generation.members)
-        return (was_held or self._committed) and all(s.operation is None for s in standings.values())
+        was_held = any(member.standing.operation for member in self.generation.members)
+        nobody = all(s.operation is None for s in standings.values())
+        return ((was_held or self._committed) and nobody) or bool(lost_units(standings.values()))
+
+    def _send_away(self, standings: dict[str, Standing]) -> None:
+        """Survivors hold a part that is of no use, and their scripts are in the middle: their agents start new ones."""
+        for name in standings:
+            message = f"worker {name} starts again from the last checkpoint: a part of the state is lost"
+            code = GIVEN_UP if self._resumable else 3
+            self.workers.pop(name).send({"type": "stop", "code": code, "message": message})
 
     def _announce(self, names: Iterable[str], reason: str) -> None:
         number = 1 if self.generation is None else self.generation.number + 1
@@ -297,7 +309,7 @@ class Roster:
         for name in names:
             worker = self.workers[name]
             assert worker.standing is not None
-            members.append(Member(worker=name, address=worker.address, standing=worker.standing))
+            members.append(Member(worker=name, address=worker.address, standing=worker.standing, host=worker.host))
             worker.standing, worker.fresh = None, False
         self.generation = Generation(number=number, members=tuple(members), reason=reason)
         self._breaking = False
@@ -305,7 +317,8 @@ class Roster:
         message = {"type": "generation", "generation": self.generation.to_json()}
         for peer in [*(self.workers[name] for name in self.members), *self.hosts.values()]:
             peer.send(message)
-        self.events.write("generation", number=number, workers=self.members, reason=reason)
+        hosts = [member.host for member in members]
+        self.events.write("generation", number=number, workers=self.members, hosts=hosts, reason=reason)
 
     def share(self, sender: str, message: Message) -> None:
         """An address for the other members of the generation that is forming."""
@@ -319,6 +332,8 @@ class Roster:
         if self.generation is None or number != self.generation.number:
             return
         self._committed = True
+        if self._breaking:  # it was committed before the loss was noticed
+            return
         if self._lost:
             ms = 1000 * (time.time() - min(when for _, when in self._lost))
             lost = [name for name, _ in self._lost]

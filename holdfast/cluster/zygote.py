@@ -45,7 +45,8 @@ def serve(agent: socket.socket) -> None:
 
 
 def warm_up() -> None:
-    """Imports what workers need: torch, and what it imports late, with the first optimizer."""
+    """Imports what workers need: torch, what it imports late with the first optimizer, and what planning needs."""
+    import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401
     import torch
 
     import holdfast.run  # noqa: F401

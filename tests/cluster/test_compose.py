@@ -10,15 +10,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.cluster.compose import compose, first_generation, judge_error
-from holdfast.cluster.membership import Standing, worker_order
+from holdfast.cluster.membership import Standing, lost_units, worker_order
 from holdfast.recovery.settle import settle
 
 NOBODY: dict[str, Standing] = {}
+UNITS = 3
 
 
 @st.composite
 def reachable(draw: st.DrawFn) -> dict[str, Standing]:
-    """Standings that the commit protocol can leave: if anybody has committed t, everybody else has voted for it."""
+    """Standings that the commit protocol can leave: if anybody has committed t, everybody else has voted for it.
+
+    Some hold parts of the state, and together they may lack something.
+    """
     names = draw(st.lists(st.integers(0, 12), unique=True, max_size=6))
     operation = draw(st.integers(0, 5))
     somebody_committed = draw(st.booleans())
@@ -26,11 +30,15 @@ def reachable(draw: st.DrawFn) -> dict[str, Standing]:
     for name in names:
         committed = somebody_committed and draw(st.booleans())
         holds_nothing = draw(st.integers(0, 9)) == 0
+        held = sorted(draw(st.sets(st.integers(0, UNITS - 1)) | st.just(set(range(UNITS)))))
         found[f"0.{name}"] = Standing(
             operation=None if holds_nothing else operation + committed,
             voted=not holds_nothing and ((somebody_committed and not committed) or draw(st.booleans())),
             boundary=draw(st.booleans()),
             leaving=draw(st.integers(0, 3)) == 0,
+            held=() if holds_nothing else tuple(held),
+            next=() if holds_nothing else tuple(unit for unit in held if draw(st.booleans())),
+            units=UNITS,
         )
     return found
 
@@ -82,6 +90,30 @@ def test_leavers_leave_only_if_somebody_who_stays_has_a_state(standings: dict[st
     made = compose(standings=standings, waiting=[], target=target)
     if made.members and any(s.operation is not None for s in standings.values()):
         assert any(standings[worker].operation is not None for worker in made.members)
+
+
+@given(reachable(), waiting_lists, targets)
+def test_no_part_of_the_state_leaves_with_a_leaver(
+    standings: dict[str, Standing], waiting: list[str], target: int
+) -> None:
+    made = compose(standings=standings, waiting=waiting, target=target)
+    if made.members:
+        before, after = lost_units(standings.values()), lost_units([standings[w] for w in made.members if w in standings])
+        assert set(after) <= set(before)
+        known = {s.operation for s in standings.values()} - {None}
+        assert not known or max(known) in {standings[w].operation for w in made.members if w in standings}
+
+
+@given(reachable(), targets)
+def test_leavers_at_a_boundary_are_kept_only_for_what_the_others_lack(
+    standings: dict[str, Standing], target: int
+) -> None:
+    made = compose(standings=standings, waiting=[], target=target)
+    kept = [w for w in made.members if standings[w].leaving and standings[w].boundary]
+    if kept:
+        others = [s for s in standings.values() if not (s.leaving and s.boundary)]
+        newest = max((s.operation for s in standings.values() if s.operation is not None), default=None)
+        assert lost_units(others) or newest not in {s.operation for s in others}
 
 
 def test_leavers_hand_over_to_those_who_wait() -> None:
@@ -173,7 +205,25 @@ def test_leavers_go_at_a_boundary_only() -> None:
     assert compose(standings={"0.0": at_boundary, "0.1": at_boundary}, waiting=[], target=0).members == ()
 
 
-def test_a_spoilt_state_is_nobodys_begin() -> None:
-    spoilt, fresh = Standing(spoilt=True), Standing()
-    assert settle({"0.0": spoilt, "0.1": fresh}).holders == ("0.1",)
-    assert settle({"0.0": fresh, "0.1": fresh}).holders == ("0.0",)
+def test_who_holds_the_only_copy_of_a_layer_hands_it_over_before_it_leaves() -> None:
+    here = Standing(operation=3, boundary=True, held=(0, 1), units=3)
+    leaving = replace(here, held=(1, 2), leaving=True)
+    made = compose(standings={"0.0": here, "0.1": leaving}, waiting=[], target=2)
+    assert (made.members, made.dismissed) == (("0.0", "0.1"), ())
+    made = compose(standings={"0.0": here, "0.1": leaving, "0.2": replace(here, held=(2,))}, waiting=[], target=2)
+    assert (made.members, made.dismissed) == (("0.0", "0.2"), ("0.1",))
+
+
+def test_who_will_have_updated_a_layer_counts_as_its_holder_and_who_will_not_does_not() -> None:
+    ahead = Standing(operation=5, boundary=True, held=(0,), units=2)
+    behind = Standing(operation=4, voted=True, boundary=True, held=(0, 1), next=(1,), units=2)
+    assert lost_units([ahead, behind]) == []
+    assert lost_units([ahead, replace(behind, next=(0,))]) == [1], "its copy of unit 1 is one operation old"
+    assert lost_units([replace(behind, next=(0,))]) == [], "nobody has committed it: nothing is old"
+
+
+def test_a_copy_that_broke_off_is_no_begin() -> None:
+    """Who was being given the state when that broke has a part of it: from that alone nobody can go on."""
+    assert lost_units([Standing(operation=3, held=(0,), units=2), Standing()]) == [1]
+    assert lost_units([Standing(operation=3, held=(), units=2)]) == [0, 1]
+    assert lost_units([Standing(operation=0, held=(), units=2)]) == [], "all there is are initial states"

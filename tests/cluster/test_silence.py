@@ -1,0 +1,75 @@
+"""A machine that vanishes is noticed; one whose process is slow, or stopped, is not taken for it."""
+
+from __future__ import annotations
+
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.cluster import silence
+from tests.namespaces import Machines, machines
+
+SECONDS = 1.0
+LISTEN = (
+    "import socket, sys; server = socket.create_server(('0.0.0.0', 5001)); print('listening', flush=True)\n"
+    "first, second = server.accept(), server.accept(); sys.stdin.read()"
+)
+WATCH = """
+import socket, sys
+from holdfast.cluster import silence
+lines = [socket.create_connection((sys.argv[1], 5001)) for _ in range(2)]
+for number, line in enumerate(lines):  # one where much is being sent, one where nothing is
+    silence.watch([line.fileno()], 1.0, lambda reason, number=number: print(number, reason, flush=True))
+lines[0].setblocking(False)
+try:
+    while True:
+        lines[0].send(bytes(65536))
+except BlockingIOError:
+    print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def two() -> Iterator[Machines]:
+    with machines(2) as made:
+        yield made
+
+
+def test_a_vanished_machine_and_a_slow_process(two: Machines) -> None:
+    def start(machine: int, *words: str) -> subprocess.Popen[str]:
+        command = ["ip", "netns", "exec", two.names[machine], sys.executable, "-c", *words]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start(1, LISTEN) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "listening\n"
+        with start(0, WATCH, two.addresses[1]) as watcher:
+            assert watcher.stdout is not None
+            assert watcher.stdout.readline() == "full\n"
+            # It does not read what is sent, and says nothing: yet its machine answers.
+            assert not select.select([watcher.stdout], [], [], 2 * SECONDS)[0]
+            two.cut(1)
+            begin = time.monotonic()
+            said = sorted(watcher.stdout.readline() for _ in range(2))
+            assert said == [f"{number} a peer's machine has not answered for 1 s\n" for number in range(2)]
+            assert time.monotonic() - begin < 20 * SECONDS, (
+                "the kernel asks ever more rarely whether there is room again"
+            )
+            watcher.kill()
+        listener.kill()
+
+
+def test_a_watch_that_is_over_says_nothing() -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
+        over = silence.watch([line.fileno()], 0.04, said.append)
+        over.set()
+        time.sleep(0.1)
+    assert not said
+    assert silence.unanswered(line.fileno()) == 0.0, "closed meanwhile"
