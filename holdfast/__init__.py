@@ -1,25 +1,33 @@
 """Holdfast keeps PyTorch training going while the machines under it come and go.
 
-The public names are few: ``Run``, ``Step`` and the errors. They are imported on first use, so that
-``holdfast --help`` and the agent do not pay for importing torch.
+The public names are few: ``Run``, ``Step``, ``layers_of``, ``tied`` and the errors. They are imported on
+first use, so that ``holdfast --help`` and the agent do not pay for importing torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, LossNotFinite, UsageError
 
 if TYPE_CHECKING:
+    from holdfast.engine.layers_of import layers_of
+    from holdfast.engine.tied import tied
     from holdfast.run import Run, Step
 
 __version__ = "0.1.0"
-__all__ = ["HoldfastError", "LossNotFinite", "Run", "Step", "UsageError"]
+__all__ = ["HoldfastError", "LossNotFinite", "Run", "Step", "UsageError", "layers_of", "tied"]
+
+_HOMES = {
+    "Run": "holdfast.run",
+    "Step": "holdfast.run",
+    "layers_of": "holdfast.engine.layers_of",
+    "tied": "holdfast.engine.tied",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Run", "Step"):
-        from holdfast import run
-
-        return getattr(run, name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -28,6 +28,12 @@ class CheckpointError(HoldfastError):
     exit_code = 4
 
 
+class TooFewWorkers(HoldfastError):
+    """The workers that are left cannot hold the model."""
+
+    exit_code = 3
+
+
 class LossNotFinite(HoldfastError):
     """The loss became NaN or infinite; redoing the step would give the same."""
 

@@ -12,27 +12,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_model as write_safetensors
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.cluster import faults
 from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
-from holdfast.cluster.group import Group
+from holdfast.cluster.group import Group, alone
 from holdfast.cluster.membership import Membership, Solo
 from holdfast.data.order import Order
 from holdfast.engine.engine import Dataset, Engine, Loss, label_of
 from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_write
+from holdfast.engine.profile.measure import difference, read_facts
 from holdfast.engine.state import State
 from holdfast.engine.statistics import refuse_running_statistics
 from holdfast.engine.update import Schedule, Update
 from holdfast.errors import UsageError
+from holdfast.plan.profile import Profile
 from holdfast.plan.tree import tree_sum
+from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
+from holdfast.recovery.gather import gather_sha256, write_model
 from holdfast.recovery.saver import Saver, Settings
+from holdfast.words import count, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,13 @@ class Run:
     the mean over its samples. In ``numerics="exact"`` the weights do not depend on how many workers
     there are or what happened to them; ``"fast"`` may differ in the last bits. ``schedule`` is a
     function of the step that gives the learning rate, or a function of the optimizer that gives a torch
-    scheduler. ``tolerate`` is the number of simultaneous losses to survive; here every worker holds the
-    whole model, so it is a wish that the run checks, and says when too few workers are left to grant it.
+    scheduler.
+
+    Workers form pipelines: each holds some of the layers, and every layer is held by more than ``tolerate``
+    workers, so that so many may be lost at once (by default one, if there are enough workers). The planner chooses the
+    pipelines from a ``profile``, which is measured at the begin unless it is given, for workers with so much
+    ``memory`` (bytes, or text as in "2GB"; by default no limit on a processor). ``stages`` fixes them: their number in
+    each pipeline, or the number of layers of each stage; with 1, every worker holds the whole model.
 
     ``checkpoint`` is a folder that all workers see; a run that finds a checkpoint there goes on from it. One is
     saved ``every`` so many steps ("auto": as its measured cost and the failures so far advise) and at the
@@ -88,7 +97,10 @@ class Run:
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
-        tolerate: int = 0,
+        tolerate: int | None = None,
+        stages: int | Sequence[int] | None = None,
+        memory: int | str | None = None,
+        profile: str | os.PathLike[str] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int | Literal["auto"] = "auto",
         keep: int = 3,
@@ -96,7 +108,8 @@ class Run:
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
         device: str | torch.device | None = None,
     ) -> None:
-        _check_settings(numerics, seed, tolerate)
+        _check_settings(numerics, seed)
+        _check_layout(tolerate, stages, memory, profile)
         _check_batches(data, global_batch, micro_batch)
         exact = numerics == "exact"
         if exact:  # sums inside an operator depend on the number of threads
@@ -118,20 +131,28 @@ class Run:
             exact=exact,
             autocast=autocast,
         )
-        self.tolerate = tolerate
         self._progress: dict[str, Any] = {"step": 0, "results": {}}
         self._state = State(model, update, self._progress, exact=exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
         self._saver = Saver(kept, self._state, self._events) if kept else None
+        wishes = Wishes(
+            tolerate=1 if tolerate is None else tolerate,
+            stages=stages,
+            memory=_bytes(memory),
+            profile=_read_profile(profile, self.engine),
+        )
+        self._arranger = Arranger(self.engine, self._state, self._events, wishes, self._saver or None)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._place = "after 0"  # where the script is: in the body of a loop, or after one
         self._done_here = 0
-        self._warned = False
+        self._said = ""  # about what can be survived
+        self._wished = tolerate or 0  # what the user has asked for in so many words
         label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
         self._progress["label"] = label
-        resume = None if self._saver is None else self._saver.resume
-        self._cohort = Cohort(_membership(label), self._state, chosen, self._events, resume=resume)
+        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}"  # may differ from run to run, not here
+        membership = _membership(f"{label}, {shape}")
+        self._cohort = Cohort(membership, self._arranger, chosen, self._events, resumable=self._saver is not None)
         faults.plan(self._cohort.membership.worker)
         _runs.append(self)
 
@@ -206,7 +227,7 @@ class Run:
         if self._saver is not None and cohort.generation == generation:  # a recovery is not the cost of a save
             self._saver.costs.step(time.monotonic() - begin, saving=self._saver.busy)
         self._event("commit", step=number, loss=loss)
-        self._check_tolerance()
+        self._say_what_is_survived()
         return Step(
             number=number,
             loss=loss,
@@ -219,11 +240,13 @@ class Run:
         cohort = self._cohort
         self._events.write(event, worker=cohort.membership.worker, generation=cohort.generation, **fields)
 
-    def _check_tolerance(self) -> None:
-        few = self.workers <= self.tolerate
-        if few and not self._warned and self.is_first_worker:
-            print(f"holdfast: {self.workers} workers cannot survive the loss of {self.tolerate}", flush=True)
-        self._warned = few
+    def _say_what_is_survived(self) -> None:
+        """Once for each number of workers that is too small, not for each step."""
+        wished, possible = self._wished, self.engine.layout.tolerate
+        said = f"{count(self.workers, 'worker')} cannot survive the loss of {wished}" if possible < wished else ""
+        if said and said != self._said and self.is_first_worker:
+            print(f"holdfast: {said}", flush=True)
+        self._said = said
 
     def _move_to(self, place: str) -> None:
         if place != self._place:
@@ -241,7 +264,8 @@ class Run:
         end_if_measured(self)
         measure = measure or self.engine.loss
         if self._cohort.group is None:  # before training: nobody to share with
-            return tree_sum(self.engine.evaluate(dataset, measure, None))
+            self.engine.model.make_whole()
+            return tree_sum(self.engine.evaluate(dataset, measure, alone()))
         attempt = partial(self.engine.evaluate, dataset, measure)
         return self._once(Operation(kind=Kind.EVALUATION, attempt=attempt))
 
@@ -252,14 +276,13 @@ class Run:
         """
 
         def attempt(group: Group) -> list[float]:
-            if group.rank == 0:
-                _write_whole(self.engine.model.module, Path(path))
+            write_model(group, self.engine.model, self.engine.layout, Path(path))
             return []
 
         if not may_write(self, path):  # `holdfast profile`
             return
         if self._cohort.group is None:
-            _write_whole(self.engine.model.module, Path(path))
+            write_model(None, self.engine.model, None, Path(path))
         else:
             self._once(Operation(kind=Kind.SAVE, attempt=attempt))
 
@@ -280,25 +303,55 @@ class Run:
         return value
 
     def sha256(self, *, weights_only: bool = False) -> str:
-        """The SHA-256 of weights and optimizer state: equal hashes, equal runs."""
-        return self._state.sha256(weights_only=weights_only)
+        """The SHA-256 of weights and optimizer state: equal hashes, equal runs.
+
+        Where workers hold parts of the model, every worker must call it.
+        """
+        if self._cohort.group is None or self.engine.layout.is_whole:
+            return self._state.sha256(weights_only=weights_only)
+        found: list[str] = []
+
+        def attempt(group: Group) -> list[float]:
+            found[:] = [gather_sha256(group, self._state, weights_only=weights_only)]
+            return []
+
+        self._cohort.commit(Operation(kind=Kind.HASH, attempt=attempt))
+        return found[0]
 
 
-def _write_whole(module: nn.Module, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    try:
-        write_safetensors(module, str(unfinished))
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def _bytes(memory: int | str | None) -> int | None:
+    return parse_size(memory) if isinstance(memory, str) else memory
 
 
-def _check_settings(numerics: str, seed: int, tolerate: int) -> None:
+def _read_profile(path: str | os.PathLike[str] | None, engine: Engine) -> Profile | None:
+    """A profile that was measured before, if it is one of this run."""
+    if path is None:
+        return None
+    profile = Profile.read(Path(path))
+    if (reason := difference(profile, read_facts(engine)[0], engine.model)) is not None:
+        raise UsageError(f"{path}: {reason}", hint="make a new one: holdfast profile SCRIPT")
+    return profile
+
+
+def _check_settings(numerics: str, seed: int) -> None:
     if numerics not in ("exact", "fast"):
         raise UsageError(f"numerics={numerics!r} is not known", hint="'exact' or 'fast'")
-    if seed < 0 or tolerate < 0:
-        raise UsageError("seed and tolerate cannot be negative")
+    if seed < 0:
+        raise UsageError("seed cannot be negative")
+
+
+def _check_layout(tolerate: Any, stages: Any, memory: Any, profile: Any) -> None:
+    if tolerate is not None and (type(tolerate) is not int or tolerate < 0):
+        raise UsageError(f"tolerate={tolerate!r} is no number of losses", hint="0, 1, 2 …")
+    counts = stages if isinstance(stages, list | tuple) else [stages]
+    if stages is not None and (not counts or any(type(n) is not int or n < 1 for n in counts)):
+        raise UsageError(
+            f"stages={stages!r} is neither a number of stages nor the layers of each", hint="2, or [3, 3, 4]"
+        )
+    if memory is not None and (_bytes(memory) or 0) < 1:
+        raise UsageError(f"memory={memory!r} is no memory to plan with", hint="bytes, or text as in '2GB'")
+    if (memory is not None or profile is not None) and stages is not None and (stages == 1 or counts is stages):
+        raise UsageError(f"with stages={stages!r} there is nothing to plan", hint="leave out memory= and profile=")
 
 
 def _check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:

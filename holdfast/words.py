@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from itertools import groupby
+
+from holdfast.errors import UsageError
 
 
 def size_text(size: float) -> str:
@@ -18,6 +21,19 @@ def size_text(size: float) -> str:
             break
         size /= 1000
     return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes that a person has written.
+
+    >>> parse_size("2GB"), parse_size("512 MiB"), parse_size("100")
+    (2000000000, 536870912, 100)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kMGT]?)(i?)B?)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"{text!r} is no number of bytes", hint="as in 2GB or 512MiB")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
 
 
 def seconds_text(seconds: float) -> str:

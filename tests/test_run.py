@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import holdfast
+from holdfast.errors import HoldfastError
 from holdfast.run import Run, Step
 
 SIZE, GLOBAL, MICRO = 26, 8, 2  # the last of four batches has two samples
@@ -294,12 +295,12 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     run.save_model(path)
     old = path.read_bytes()
 
-    def fail(module: nn.Module, name: str) -> None:
-        Path(name).write_bytes(b"half")
-        raise OSError("disk full")
+    def fail(name: Path, *_: Any, **__: Any) -> None:
+        name.write_bytes(b"half")
+        raise OSError(28, "disk full")
 
-    monkeypatch.setattr("holdfast.run.write_safetensors", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("holdfast.recovery.gather.write_blocks", fail)
+    with pytest.raises(HoldfastError, match="disk full"):
         run.save_model(path)
     assert path.read_bytes() == old
     assert len(list(tmp_path.iterdir())) == 1

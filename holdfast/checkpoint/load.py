@@ -18,7 +18,19 @@ from holdfast import codec
 from holdfast.checkpoint.formats import open_checkpoint
 from holdfast.checkpoint.layout import Held, held_of
 from holdfast.checkpoint.merge import is_optimizer
-from holdfast.checkpoint.objects import NUMPY, clean, describe, is_plain, memory_of, parameter_names, tensors_of, unwrap
+from holdfast.checkpoint.objects import (
+    NUMPY,
+    Absent,
+    Partial,
+    absent_in,
+    clean,
+    describe,
+    is_plain,
+    memory_of,
+    parameter_names,
+    tensors_of,
+    unwrap,
+)
 from holdfast.checkpoint.pieces import Catalogue, Ref, name_of, whole
 from holdfast.checkpoint.progress import bar
 from holdfast.checkpoint.ranks import Ranks, current, together
@@ -110,6 +122,7 @@ class Filler:
         self.cast = cast
         self.layout = layout
         self.names: Mapping[int, Sequence[str]] = {}
+        self.absent: frozenset[int] = frozenset()  # ids of parameters whose slots are others' to fill
         self.wants: list[Want] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         self.later: list[Callable[[], Any]] = []
@@ -120,7 +133,7 @@ class Filler:
 
     def plan(self, into: dict[str, Any]) -> None:
         """Checks everything, changes nothing."""
-        self.names = parameter_names(into)
+        self.names, self.absent = parameter_names(into), absent_in(into)
         self.tied = self._ties(into)
         for key, target in into.items():
             if key not in self.catalogue.tree:
@@ -133,7 +146,7 @@ class Filler:
         sections = [
             node
             for key, target in into.items()
-            if isinstance(target, nn.Module) and isinstance(node := self.catalogue.tree.get(key), dict)
+            if isinstance(target, nn.Module | Partial) and isinstance(node := self.catalogue.tree.get(key), dict)
         ]
         return {
             name: first
@@ -157,15 +170,15 @@ class Filler:
             warnings.warn(f"{self.catalogue.root}: not read: {_some(list(left_out))}", stacklevel=2)
 
     def fill(self, target: Any, node: Any, path: Path_) -> Any:
-        if isinstance(target, nn.Module):
-            self._module(target, node, path)
+        if isinstance(target, nn.Module | Partial):
+            self._module(Partial.of(target), node, path)
             return target
         if isinstance(target, Optimizer) and is_plain(target):
             if not is_optimizer(node):
                 raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not an optimizer's state")
             fill_optimizer(self, target, node, path)
             return target
-        if isinstance(target, torch.Tensor):
+        if isinstance(target, torch.Tensor | Absent):
             self.tensor(target, node, path)
             return target
         if isinstance(target, dict) and target and (isinstance(node, dict) or _is_filled(target)):
@@ -193,7 +206,7 @@ class Filler:
             return type(node)(self.value(item) for item in node)
         return node
 
-    def tensor(self, target: torch.Tensor, node: Any, path: Path_) -> None:
+    def tensor(self, target: torch.Tensor | Absent, node: Any, path: Path_) -> None:
         """Wants the boxes that this worker holds of the target."""
         name, held = self._fitting(target, node, path)
         memory = memory_of(target)
@@ -202,7 +215,7 @@ class Filler:
             return
         self.wants += [Want(name=name, box=part.box, out=part.tensor) for part in held.parts]
 
-    def copy(self, target: torch.Tensor, node: Any, path: Path_) -> None:
+    def copy(self, target: torch.Tensor | Absent, node: Any, path: Path_) -> None:
         """Demands that another tensor has the same bytes as the one that is filled: they are one here."""
         name, held = self._fitting(target, node, path)
         for part in held.parts:
@@ -210,15 +223,12 @@ class Filler:
             self.wants.append(Want(name=name, box=part.box, out=read))
             self.copies.append((part.tensor, read, name))
 
-    def _fitting(self, target: torch.Tensor, node: Any, path: Path_) -> tuple[str, Held]:
+    def _fitting(self, target: torch.Tensor | Absent, node: Any, path: Path_) -> tuple[str, Held]:
         name, root = name_of(path), self.catalogue.root
         if not isinstance(node, Ref):
             raise CheckpointError(f"{root}: {name} is not a tensor in the checkpoint, but {node!r}")
         entry = find(self.catalogue, node.name)
-        local = self.local(path)
-        if any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
-            raise UsageError(f"{name} is one element in many places", hint="clone it before it is filled")
-        held = local.held(target) if local and local.own == tuple(target.shape) else held_of(target, name)
+        held = target.held if isinstance(target, Absent) else self._held(target, path)
         if held.shape != entry.shape:
             raise CheckpointError(f"{root}: {name} has shape {entry.shape}, not {held.shape}")
         if held.dtype != entry.dtype and not self.cast:
@@ -226,6 +236,12 @@ class Filler:
                 f"{root}: {name} is {entry.dtype}, not {held.dtype}", hint="cast=True converts, and may lose bits"
             )
         return node.name, held
+
+    def _held(self, target: torch.Tensor, path: Path_) -> Held:
+        name, local = name_of(path), self.local(path)
+        if any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
+            raise UsageError(f"{name} is one element in many places", hint="clone it before it is filled")
+        return local.held(target) if local and local.own == tuple(target.shape) else held_of(target, name)
 
     def take(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of an optimizer's may be used for a slot: two that share one here may not there."""
@@ -255,11 +271,11 @@ class Filler:
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a list of {len(target)}")
         return type(target)([self.fill(t, n, (*path, i)) for i, (t, n) in enumerate(zip(target, node, strict=True))])
 
-    def _module(self, module: nn.Module, node: Any, path: Path_) -> None:
+    def _module(self, part: Partial, node: Any, path: Path_) -> None:
         if not isinstance(node, dict):
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a module's state")
-        targets, inner = tensors_of(module), unwrap(module)
-        own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        targets, inner = {**tensors_of(part.module), **part.absent}, unwrap(part.module)
+        own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers(), *filter(None, part.absent.values()))}
         memory = {name: memory_of(target) for name, target in targets.items() if id(target) in own}
         known = {memory[name] for name in memory if name in node} - {None}
         # A second name of a tied weight need not be there: its first one fills it.
@@ -268,7 +284,8 @@ class Filler:
         filled: dict[Any, Ref] = {}
         for name in (name for name in targets if name in node):
             if name not in memory:
-                self._through(inner, name, node[name])
+                if name not in part.absent:
+                    self._through(inner, name, node[name])
             elif memory[name] is None or memory[name] not in filled:
                 self.tensor(targets[name], node[name], (*path, name))
                 filled[memory[name]] = node[name]
@@ -311,7 +328,7 @@ def _is_filled(target: Any) -> bool:
         return any(map(_is_filled, target.values()))
     if isinstance(target, list | tuple):
         return any(map(_is_filled, target))
-    return isinstance(target, torch.Tensor) or hasattr(target, "load_state_dict")
+    return isinstance(target, torch.Tensor | Absent | Partial) or hasattr(target, "load_state_dict")
 
 
 def _some(names: list[Any]) -> str:

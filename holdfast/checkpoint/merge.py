@@ -32,7 +32,9 @@ def is_optimizer(node: Any) -> bool:
 def _both(a: Any, b: Any, path: tuple[Any, ...], rank: int) -> Any:
     if is_optimizer(a) and is_optimizer(b):
         state = _both(a["state"], b["state"], (*path, "state"), rank)
-        return {"state": state, "param_groups": _groups(a["param_groups"], b["param_groups"], path, rank)}
+        groups = _groups(a["param_groups"], b["param_groups"], path, rank)
+        order = dict.fromkeys([*(key for group in groups for key in group["params"]), *state])
+        return {"state": {key: state[key] for key in order if key in state}, "param_groups": groups}
     if isinstance(a, dict) and isinstance(b, dict):
         return {
             key: _both(a[key], b[key], (*path, key), rank) if key in a and key in b else a.get(key, b.get(key))

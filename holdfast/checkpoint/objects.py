@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,39 @@ from holdfast.errors import UsageError
 NUMPY = "__numpy__"  # marks a tensor that was, and will be, a numpy array
 # What wrappers put into the names of a module that is the same without them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Absent:
+    """A tensor that other workers hold. What counts is which one it is, its shape and dtype; never its elements."""
+
+    tensor: torch.Tensor
+
+    @property
+    def held(self) -> Held:
+        return Held(shape=tuple(self.tensor.shape), dtype=self.tensor.dtype, parts=(), derived=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partial:
+    """A module that has all names of the model, but of some tensors no values: those are ``absent``, by name.
+
+    What is absent and not a tensor (a module's extra state) is None there. An optimizer beside it in the
+    tree keeps nothing for absent parameters.
+
+    >>> model = nn.Linear(2, 1)
+    >>> described = describe({"model": Partial(module=model, absent={"bias": Absent(tensor=model.bias)})})
+    >>> {name: len(held.parts) for name, held in described.held.items()}
+    {'model/weight': 1, 'model/bias': 0}
+    """
+
+    module: nn.Module
+    absent: Mapping[str, Absent | None] = field(default_factory=dict)
+
+    @staticmethod
+    def of(module: nn.Module | Partial) -> Partial:
+        """A module that is whole is one of which nothing is absent."""
+        return module if isinstance(module, Partial) else Partial(module=module)
 
 
 @dataclass(kw_only=True)
@@ -43,7 +76,7 @@ def describe(tree: Mapping[str, Any]) -> Described:
     >>> sorted(described.held), described.tree["step"]
     (['model/bias', 'model/weight'], 7)
     """
-    walker = _Walker(names=parameter_names(tree))
+    walker = _Walker(names=parameter_names(tree), absent=absent_in(tree))
     for key in tree:
         if not isinstance(key, str):
             raise UsageError(f"the key {key!r} is a {type(key).__name__}", hint="name what is saved by text")
@@ -77,7 +110,7 @@ def clean(name: str) -> str:
 def parameter_names(tree: Any) -> dict[int, list[str]]:
     """The names of all parameters of the modules in a tree, by the parameters' ids; a tied one has several."""
     names: dict[int, list[str]] = {}
-    for module in _modules(tree):
+    for module in (part.module for part in _modules(tree)):
         # The state_dict first: until then FSDP2 may have other parameters in the module than the optimizer has.
         for name, value in (*tensors_of(module).items(), *unwrap(module).named_parameters(remove_duplicate=False)):
             if isinstance(value, nn.Parameter) and clean(name) not in names.setdefault(id(value), []):
@@ -85,9 +118,14 @@ def parameter_names(tree: Any) -> dict[int, list[str]]:
     return names
 
 
-def _modules(tree: Any) -> Iterator[nn.Module]:
-    if isinstance(tree, nn.Module):
-        yield tree
+def absent_in(tree: Any) -> frozenset[int]:
+    """The ids of the tensors that the modules in a tree have no values of."""
+    return frozenset(id(one.tensor) for part in _modules(tree) for one in part.absent.values() if one is not None)
+
+
+def _modules(tree: Any) -> Iterator[Partial]:
+    if isinstance(tree, nn.Module | Partial):
+        yield Partial.of(tree)
     elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from _modules(value)
@@ -116,12 +154,14 @@ def names_in(optimizer: Optimizer, names: Mapping[int, Sequence[str]]) -> list[l
     return keys
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def memory_of(tensor: torch.Tensor | Absent) -> tuple[Any, ...] | None:
     """Equal for two tensors that are the same memory; None where there is none.
 
     A DTensor is known by itself: whether it has memory differs between workers, and what is one tensor on
-    one of them must be one on all.
+    one of them must be one on all. So is one that is absent: what stands in for it may stand in for others too.
     """
+    if isinstance(tensor, Absent):
+        return (id(tensor.tensor),)
     if isinstance(tensor, DTensor):
         return (id(tensor),)
     if not tensor.numel() or tensor.layout is not torch.strided:
@@ -137,18 +177,19 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 class _Walker:
-    def __init__(self, names: Mapping[int, Sequence[str]]) -> None:
+    def __init__(self, names: Mapping[int, Sequence[str]], absent: Collection[int]) -> None:
         self.names = names
+        self.absent = absent
         self.out = Described()
         self._seen: dict[tuple[Any, ...], tuple[str, Any]] = {}  # also keeps what is seen alive
         self._sampled = False
 
     def walk(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, nn.Module):
-            return self._module(value, path)
+        if isinstance(value, nn.Module | Partial):
+            return self._module(Partial.of(value), path)
         if isinstance(value, Optimizer) and is_plain(value):
             return self._optimizer(value, path)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | Absent):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
             return {NUMPY: self._tensor(_from_numpy(value, name_of(path)), path)}
@@ -170,25 +211,27 @@ class _Walker:
             hint="modules, optimizers, things with a state_dict, tensors, numbers, strings, lists and dicts can",
         )
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> Ref:
+    def _tensor(self, tensor: torch.Tensor | Absent, path: tuple[Any, ...]) -> Ref:
         name = name_of(path)
         memory = memory_of(tensor)
         if memory is not None and memory in self._seen:
             return Ref(name=self._seen[memory][0])
         if name in self.out.held:
             raise UsageError(f"two tensors are named {name}", hint="keys that read the same are one name")
-        self.out.held[name] = held_of(tensor, name)
+        self.out.held[name] = tensor.held if isinstance(tensor, Absent) else held_of(tensor, name)
         if self._sampled:
             self.out.sampled.add(name)
         if memory is not None:
             self._seen[memory] = (name, tensor)
         return Ref(name=name)
 
-    def _module(self, module: nn.Module, path: tuple[Any, ...]) -> dict[str, Any]:
+    def _module(self, part: Partial, path: tuple[Any, ...]) -> dict[str, Any]:
         section: dict[str, Any] = {}
-        for name, value in tensors_of(module).items():
+        for name, value in tensors_of(part.module).items():
+            if name in part.absent and part.absent[name] is None:
+                continue
             self._sampled = isinstance(value, nn.Parameter)
-            section[name] = ref = self.walk(value, (*path, name))
+            section[name] = ref = self.walk(part.absent.get(name, value), (*path, name))
             self._sampled = False
             if isinstance(ref, Ref) and ref.name != name_of((*path, name)):
                 first = next((n for n, other in section.items() if other == ref), None)
@@ -212,7 +255,7 @@ class _Walker:
         state, groups = {}, []
         for group, called in zip(optimizer.param_groups, keys, strict=True):
             for p, key in zip(group["params"], called, strict=True):
-                if p in optimizer.state:
+                if p in optimizer.state and id(p) not in self.absent:
                     # An optimizer may keep what belongs to its shard of a parameter in tensors that do not say so.
                     self._sampled = not isinstance(p, DTensor)
                     state[key] = self.walk(optimizer.state[p], (*path, "state", key))

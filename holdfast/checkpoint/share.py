@@ -80,6 +80,7 @@ def _holders(name: str, inventories: Sequence[Inventory]) -> dict[Box, list[int]
     found: dict[Box, list[int]] = {}
     known = [(rank, inv[name]) for rank, inv in enumerate(inventories) if name in inv]
     leader, first = known[0]
+    original = next((one for one in known if one[1].digest is not None), None)  # copies must be like this one
     for rank, holding in known:
         if (holding.shape, holding.dtype) != (first.shape, first.dtype):
             raise UsageError(
@@ -87,9 +88,9 @@ def _holders(name: str, inventories: Sequence[Inventory]) -> dict[Box, list[int]
                 f"{holding.dtype} {holding.shape} on worker {rank}",
                 hint="a tensor that is different on each worker needs a name or a rule of its own",
             )
-        if not first.leading and None not in (first.digest, holding.digest) and first.digest != holding.digest:
+        if original and not first.leading and holding.digest not in (None, original[1].digest):
             raise UsageError(
-                f"workers {leader} and {rank} have different values of {name}",
+                f"workers {original[0]} and {rank} have different values of {name}",
                 hint="give what is different on each worker a key of its own, such as its rank",
             )
         for box in holding.boxes:
@@ -114,5 +115,6 @@ def _tiling(name: str, shape: Shape, found: dict[Box, list[int]]) -> dict[Box, l
         touched = [one for one, _ in inside]
         left = [one for one in left if one not in touched] + [r for one, common in inside for r in one.without(common)]
     if left:
-        raise UsageError(f"no worker holds {left[0]} of {name}", hint="every part must be saved by somebody")
+        what = f"{left[0]} of {name}" if chosen else name
+        raise UsageError(f"no worker holds {what}", hint="every part must be saved by somebody")
     return chosen

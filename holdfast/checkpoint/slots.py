@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,9 @@ def fill_optimizer(filler: Filler, optimizer: Optimizer, node: dict[str, Any], p
     for group, called in zip(optimizer.param_groups, keys, strict=True):
         _set_group(filler, group, [(key, settings[found]) for key in called for found in source[key]], path)
         for p, key in zip(group["params"], called, strict=True):
+            if id(p) in filler.absent:  # whoever has the parameter keeps its slots
+                filler.later.append(partial(optimizer.state.pop, p, None))
+                continue
             first, *copies = (node["state"].get(found) for found in source[key])
             made = _set_slots(filler, optimizer, group, p, first, (*path, "state", key))
             for copy in copies:

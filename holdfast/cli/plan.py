@@ -93,13 +93,7 @@ def the_model(path: Path | None, layers: int | None, equal: bool) -> Profile:
         return uniform(layers)
     if equal:
         raise UsageError("--uniform is for a made-up model", hint="the profile knows what its layers cost")
-    try:
-        document = json.loads(path.read_text())
-    except OSError as e:
-        raise UsageError(f"cannot read the profile {path}: {e.strerror or e}") from e
-    except ValueError as e:
-        raise UsageError(f"the profile {path} is not JSON: {e}", hint="make one: holdfast profile train.py") from e
-    return Profile.from_json(document)
+    return Profile.read(path)
 
 
 def with_memory(profile: Profile, memory: float | None) -> Profile:

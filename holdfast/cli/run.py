@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,13 @@ def run(
     workers: Annotated[int, typer.Option("-n", "--nproc-per-node", min=1, help="Workers on this machine.")] = 1,
     spares: Annotated[int, typer.Option(min=0, help="Warm workers that wait to replace a lost one.")] = 0,
     nnodes: Annotated[str, typer.Option(help="Machines, as N or MIN:MAX.")] = "1",
+    hosts: Annotated[
+        str,
+        typer.Option(
+            help="What is lost together, as a:3,b:3 for this agent's workers in order, or one name for all of them "
+            "(rack7). Default: each agent is a host of its own."
+        ),
+    ] = "",
     rdzv_endpoint: Annotated[
         str, typer.Option(help="host:port of the coordinator, on the first machine. Default: this machine alone.")
     ] = "",
@@ -49,6 +57,7 @@ def run(
         module=module,
         workers=workers,
         spares=spares,
+        hosts=parse_hosts(hosts, workers),
         minimum_hosts=minimum,
         maximum_hosts=maximum,
         endpoint=rdzv_endpoint,
@@ -76,6 +85,26 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     if not low.isdigit() or (high and not high.isdigit()) or not 1 <= int(low) <= int(high or low):
         raise UsageError(f"--nnodes {text} is not N or MIN:MAX", hint="as in 1:8")
     return int(low), int(high or low)
+
+
+def parse_hosts(text: str, workers: int) -> tuple[str, ...]:
+    """The host of each of this agent's workers; nothing if the agent is its own host.
+
+    >>> parse_hosts("a:2,b:1", 3), parse_hosts("rack7", 2)
+    (('a', 'a', 'b'), ('rack7', 'rack7'))
+    """
+    named: list[str] = []
+    parts = text.split(",") if text else []
+    for part in parts:
+        found = re.fullmatch(r"([A-Za-z][\w.-]*)(?::([1-9]\d{0,5}))?", part.strip(), re.ASCII)
+        if found is None or (found[2] is None and len(parts) > 1):
+            hint = "as in a:3,b:3; names begin with a letter"  # plain numbers are agents that have no --hosts
+            raise UsageError(f"--hosts {text} is not NAME or NAME:COUNT,NAME:COUNT at '{part}'", hint=hint)
+        named += [found[1]] * int(found[2] or workers)
+    if text and len(named) != workers:
+        hint = f"-n {len(named)}, or other counts"
+        raise UsageError(f"--hosts {text} has places for {len(named)} workers, but -n is {workers}", hint=hint)
+    return tuple(named)
 
 
 def read_token(path: Path | None, *, alone: bool) -> str:

@@ -18,10 +18,9 @@ from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Membership, Standing
-from holdfast.engine.state import State
-from holdfast.errors import Broken, HoldfastError, UsageError
+from holdfast.errors import Broken, UsageError
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.copy import copy_state
+from holdfast.recovery.arrange import Arranger
 from holdfast.recovery.settle import Settlement, settle
 
 
@@ -33,6 +32,7 @@ class Kind(IntEnum):
     SAVE = 3
     END = 4
     CHECKPOINT = 5
+    HASH = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +49,15 @@ class Cohort:
     """This worker's view of the workers it trains with, and of what they have committed together."""
 
     def __init__(
-        self,
-        membership: Membership,
-        state: State,
-        device: torch.device,
-        events: Events,
-        *,
-        resume: Callable[[], bool] | None = None,
+        self, membership: Membership, arranger: Arranger, device: torch.device, events: Events, *, resumable: bool
     ) -> None:
-        """``resume`` fills the state from a checkpoint, and tells if there was one: called where nobody else has it."""
+        """``resumable``: if nobody holds the state any more, a checkpoint may."""
         self.membership = membership
         self.group: Group | None = None
         self.everybody_leaves = False  # as the last vote said
-        self._resume = resume
-        self._spoilt = False
+        self._arranger = arranger
+        self._resumable = resumable
         self._leaves = False  # as this worker has told the others
-        self._state = state
         self._device = device
         self._events = events
         self._operation: int | None = None  # None until the state is the cohort's
@@ -149,7 +142,9 @@ class Cohort:
             )
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
-        self.everybody_leaves = leaving == self.group.size
+        # Those who would stay cannot hold the model: better all save and end than some for nothing.
+        too_few = self.group.size - leaving < self._arranger.layout.minimum and not joining
+        self.everybody_leaves = leaving > 0 and (leaving == self.group.size or too_few)
         return tree_sum(sums)
 
     def _apply(self, operation: Operation) -> None:
@@ -160,6 +155,7 @@ class Cohort:
         self._operation += 1
         if self._first_of_generation:
             self._first_of_generation = False
+            self._arranger.let_go()
             self._free_closed_groups()
             self.membership.progressed(self.group.generation, self._operation)
 
@@ -193,10 +189,14 @@ class Cohort:
             voted=self._voted is not None,
             boundary=boundary,
             broken=broken,
-            leaving=self._leaves,  # not a wish since then: those who leave together must have voted on it
+            # Not a wish since then: those who leave together must have voted on it.
+            leaving=self._leaves or self.everybody_leaves,
             result=self._result,
-            resumable=self._resume is not None,
-            spoilt=self._spoilt,
+            resumable=self._resumable,
+            held=tuple(sorted(self._arranger.held)),
+            next=tuple(sorted(self._arranger.kept)),
+            units=self._arranger.units,
+            profiled=self._arranger.profiled,
             everybody_leaves=self.everybody_leaves,
         )
 
@@ -214,7 +214,13 @@ class Cohort:
             self._roll_forward(generation, settlement)
         else:
             self._drop()
-        received = self._copy(generation, settlement)
+        if settlement.begins is not None or worker in settlement.newcomers:
+            self._operation = None  # until it knows where the run is
+            self._arranger.held.clear()
+        self._arranger.inform(self.group, generation, settlement)
+        if settlement.begins is None:
+            self._operation = settlement.operation  # what is held from here on counts, even if this breaks
+        received = self._arranger.provide(self.group, generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
@@ -233,6 +239,7 @@ class Cohort:
         newest = next(m.standing for m in generation.members if m.standing.operation == settlement.operation)
         self._result, self.everybody_leaves = newest.result, newest.everybody_leaves
         operation.apply()
+        self._arranger.let_go()  # others saw the vote succeed: everybody had what it needed
         self._voted = None
         self._operation = settlement.operation
 
@@ -240,21 +247,3 @@ class Cohort:
         if self._voted is not None:
             self._voted.drop()
             self._voted = None
-
-    def _copy(self, generation: Generation, settlement: Settlement) -> int:
-        assert self.group is not None
-        if self.membership.worker in settlement.holders and self._operation is None:
-            resumed = self._resume is not None and self._resume()  # the begin: this worker's own state is the first
-            if self._spoilt and not resumed:
-                raise HoldfastError("the state was lost while it was copied, and there is no checkpoint")
-            self._operation, self._spoilt = settlement.operation, False
-        if not settlement.receivers:
-            return 0
-        holders = [generation.rank_of(worker) for worker in settlement.holders]
-        receivers = [generation.rank_of(worker) for worker in settlement.receivers]
-        if self.membership.worker in settlement.receivers:
-            self._operation = None  # until the last part is in, it holds nothing
-            self._spoilt = settlement.operation > 0  # before that, all there is are initial states
-        received = copy_state(self.group, self._state, holders=holders, receivers=receivers)
-        self._spoilt = False
-        return received

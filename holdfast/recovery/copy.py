@@ -1,60 +1,136 @@
-"""Sends the state to those who lack it, part by part, the load spread over all who hold it."""
+"""Sends state to those who lack it: only what is missing, the load spread over all who hold it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from holdfast import codec
 from holdfast.cluster import faults
-from holdfast.cluster.group import Group
+from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.state import State
+from holdfast.errors import Broken
 
 LENGTH_TAG, TEXT_TAG, TENSOR_TAG = 1, 2, 3
+WINDOW = 64 << 20  # bytes under way from one sender: beside the layers' own memory, that much is taken
 
 
-def sender_of(part: int, holders: Sequence[int]) -> int:
-    """Which holder sends a part.
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A unit of state that goes from one rank to another."""
 
-    >>> [sender_of(part, [0, 2]) for part in range(3)]
-    [0, 2, 0]
+    unit: int
+    sender: int
+    receiver: int
+
+
+def moves(held: Sequence[Collection[int]], wanted: Sequence[Collection[int]], sizes: Mapping[int, int]) -> list[Move]:
+    """What has to be sent so that every rank holds what it wants: each unit by the holder with the least to send.
+
+    >>> [(move.unit, move.sender) for move in moves([{0, 1}, {0, 1}, set()], [{0}, {1}, {0, 1}], {0: 8, 1: 8})]
+    [(0, 0), (1, 1)]
     """
-    return holders[part % len(holders)]
+    load = [0] * len(held)
+    found = []
+    missing = [
+        (unit, receiver) for receiver, units in enumerate(wanted) for unit in units if unit not in held[receiver]
+    ]
+    # The largest first: the small ones then even it out.
+    for unit, receiver in sorted(missing, key=lambda pair: (-sizes[pair[0]], pair)):
+        sender = min((rank for rank, units in enumerate(held) if unit in units), key=lambda rank: (load[rank], rank))
+        load[sender] += sizes[unit]
+        found.append(Move(unit=unit, sender=sender, receiver=receiver))
+    return sorted(found, key=lambda move: (move.unit, move.receiver))
 
 
-def copy_state(group: Group, state: State, *, holders: Sequence[int], receivers: Sequence[int]) -> int:
-    """Every member calls this; returns the bytes that came. What is sent must stay as it is until the next vote."""
-    if group.rank in receivers:
-        senders = [sender_of(part, holders) for part in range(len(state))]
-        return sum(_receive(group, state, part, sender) for part, sender in enumerate(senders))
-    for part in range(len(state)):
-        if sender_of(part, holders) == group.rank:
-            faults.point("copy")
-            for receiver in receivers:
-                _send(group, state, part, receiver)
-    return 0
-
-
-def _send(group: Group, state: State, part: int, receiver: int) -> None:
-    text, tensors = codec.flatten(state.read(part))
+def tell(group: Group, state: State, *, teller: int, listeners: Collection[int]) -> None:
+    """Newcomers get what is not part of any unit: the step, the settings, what the layers cost."""
     device = state.model.device
+    if group.rank == teller:
+        for listener in listeners:
+            group.start(_message(codec.flatten(state.common()), listener, device), [])
+    elif group.rank in listeners:
+        text = _receive_text(group, teller, device)
+        tensors = [tensor.to(device) for tensor in codec.empty_tensors(text)]
+        group.finish(group.start([], [(teller, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))
+        state.set_common(codec.unflatten(text, tensors))
+
+
+def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Callable[[int], None]) -> int:
+    """Every member calls this; returns the bytes that came. What is sent must stay as it is until the next vote.
+
+    ``arrived`` is called with each unit that is complete.
+    """
+    units, device = state.model.units, state.model.device
+    for receiver in sorted({move.receiver for move in planned if move.sender == group.rank}):
+        faults.point("copy")
+        sent = [move.unit for move in planned if (move.sender, move.receiver) == (group.rank, receiver)]
+        flat = [codec.flatten(state.read(units[unit])) for unit in sent]
+        text = json.dumps([text.decode() for text, _ in flat]).encode()
+        group.start(_message((text, [tensor for _, tensors in flat for tensor in tensors]), receiver, device), [])
+    mine = [move for move in planned if move.receiver == group.rank]
+    coming: dict[int, _Coming] = {}
+    try:
+        for sender in sorted({move.sender for move in mine}):
+            coming[sender] = _Coming(group, sender, device)
+        for move in mine:
+            faults.point("copy")
+            state.write(units[move.unit], coming[move.sender].take())
+            arrived(move.unit)
+    except Broken:
+        for each in coming.values():
+            each.drain()
+        raise
+    return sum(each.bytes for each in coming.values())
+
+
+class _Coming:
+    """The units that one sender sends, in order: as many are asked for as keep the link busy."""
+
+    def __init__(self, group: Group, sender: int, device: torch.device) -> None:
+        text = _receive_text(group, sender, device)
+        self.bytes = len(text)
+        self._group, self._sender, self._device = group, sender, device
+        self._texts = deque(each.encode() for each in json.loads(text))
+        self._asked: deque[tuple[bytes, list[torch.Tensor], list[Any]]] = deque()
+        self._ask()
+
+    def _ask(self) -> None:
+        while self._texts and sum(t.nbytes for _, tensors, _ in self._asked for t in tensors) < WINDOW:
+            text = self._texts.popleft()
+            tensors = [tensor.to(self._device) for tensor in codec.empty_tensors(text)]
+            wanted = [(self._sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]
+            self._asked.append((text, tensors, self._group.start([], wanted)))
+            self.bytes += sum(tensor.nbytes for tensor in tensors)
+
+    def take(self) -> Any:
+        text, tensors, works = self._asked.popleft()
+        self._group.finish(works)
+        self._ask()
+        return codec.unflatten(text, tensors)
+
+    def drain(self) -> None:
+        """After a break: nothing may be written any more into memory that is given back."""
+        for _, _, works in self._asked:
+            self._group.drain(works)
+
+
+def _message(flat: tuple[bytes, list[torch.Tensor]], receiver: int, device: torch.device) -> list[Transfer]:
+    text, tensors = flat
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     length = torch.tensor([len(text)], device=device)
-    flat = [tensor.to(device).contiguous() for tensor in tensors if tensor.numel()]
-    sends = [(receiver, length, LENGTH_TAG), (receiver, header, TEXT_TAG)]
-    group.start([*sends, *((receiver, tensor, TENSOR_TAG) for tensor in flat)], [])
+    sends: list[Transfer] = [(receiver, length, LENGTH_TAG), (receiver, header, TEXT_TAG)]
+    return sends + [(receiver, t.to(device).contiguous(), TENSOR_TAG) for t in tensors if t.numel()]
 
 
-def _receive(group: Group, state: State, part: int, sender: int) -> int:
-    device = state.model.device
+def _receive_text(group: Group, sender: int, device: torch.device) -> bytes:
     length = torch.zeros(1, dtype=torch.int64, device=device)
     group.finish(group.start([], [(sender, length, LENGTH_TAG)]))
     header = torch.zeros(int(length), dtype=torch.uint8, device=device)
     group.finish(group.start([], [(sender, header, TEXT_TAG)]))
-    text = header.cpu().numpy().tobytes()
-    tensors = [tensor.to(device) for tensor in codec.empty_tensors(text)]
-    faults.point("copy")
-    group.finish(group.start([], [(sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))
-    state.write(part, codec.unflatten(text, tensors))
-    return len(text) + sum(tensor.nbytes for tensor in tensors)
+    return header.cpu().numpy().tobytes()

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: taken between two steps, written beside the training, found again at the begin.
+"""Checkpoints of a run: taken between two steps, written beside the training.
 
-Every worker holds the whole state, so each writes its share of one snapshot. That the snapshot is the
-same on all of them is voted on, as everything is; the writing is not, and a worker that is lost in the
+Each worker writes its share of what it holds: a layer that several hold is shared out among them. That all have
+taken the snapshot is voted on, as everything is; the writing is not, and a worker that is lost in the
 middle of it costs this checkpoint and nothing else.
 """
 
@@ -11,26 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
 
 from holdfast.checkpoint import index, series
 from holdfast.checkpoint.background import Work
-from holdfast.checkpoint.disk import explained, make_folder
-from holdfast.checkpoint.formats import recognise
-from holdfast.checkpoint.load import Filler
-from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.save import Report, Save
 from holdfast.checkpoint.write import Staged
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.engine.state import State
-from holdfast.errors import Broken, CheckpointError, HoldfastError, UsageError
+from holdfast.errors import Broken, CheckpointError, HoldfastError
 from holdfast.plan import interval
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.reports import GroupRanks, collect, post
+from holdfast.recovery.resume import Resumer
+from holdfast.recovery.resume import Settings as Settings
 
 PATIENCE = 10.0  # seconds that training waits for the last checkpoint to be written, before it does without one
 LONGEST = 600.0  # seconds that a worker which leaves waits for its disk
@@ -38,31 +33,7 @@ SKIP = -1e12  # the vote of one who cannot take part, whatever the others say
 LITTER = 600.0  # seconds after which what lies in an unfinished checkpoint's folder is nobody's
 
 
-class Unfit(Exception):
-    """A checkpoint is sound, but not of this model."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Where a run's checkpoints go, how often, and which are kept."""
-
-    root: Path
-    every: int | Literal["auto"] = "auto"
-    keep: int = 3
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.every != "auto" and (not isinstance(self.every, int) or self.every < 1):
-            raise UsageError(f"every={self.every!r} is not a number of steps", hint="1 or more, or 'auto'")
-        if self.keep < 1 or (self.keep_every is not None and self.keep_every < 1):
-            raise UsageError("keep and keep_every must be 1 or more")
-
-
-class Saver:
+class Saver(Resumer):
     """Takes checkpoints when they are due, and finds the newest one at the begin.
 
     What all workers must agree on is in ``state.progress``: ``saved`` (the step of the last checkpoint),
@@ -70,10 +41,8 @@ class Saver:
     """
 
     def __init__(self, settings: Settings, state: State, events: Events) -> None:
-        self.settings = settings
+        super().__init__(settings, state, events)
         self.costs = interval.Costs()
-        self._state = state
-        self._events = events
         self._born = time.monotonic()
         self._staged = Staged()
         self._members: list[str] = []  # who writes the snapshot that is staged
@@ -94,7 +63,7 @@ class Saver:
         """Between two steps. All decide alike: from what they share, and from a vote they have seen succeed."""
         progress = self._state.progress
         step = progress["step"]
-        due = last or cohort.everybody_leaves or step >= progress.get("due", self._first)
+        due = last or cohort.everybody_leaves or step >= progress.get("due", self.settings.first)
         if due and step != progress.get("saved", 0):
             faults.at_step(step)
             cohort.commit(self._operation(cohort, step))
@@ -125,12 +94,6 @@ class Saver:
         saved = self._state.progress.get("saved")
         return [float(saved is not None and index.exists(series.folder_of(self.settings.root, saved)))]
 
-    @property
-    def _first(self) -> int:
-        """Steps from a start to the first checkpoint."""
-        every = self.settings.every
-        return interval.FIRST if every == "auto" else every
-
     def _operation(self, cohort: Cohort, step: int) -> Operation:
         """A checkpoint as something to vote on; its value is the number of steps to the next one."""
 
@@ -148,7 +111,7 @@ class Saver:
 
         def apply() -> None:
             skipped = cohort.result < 0  # somebody could not take part
-            steps = self._first if skipped else int(cohort.result)
+            steps = self.settings.first if skipped else int(cohort.result)
             self._state.progress |= {"saved": step, "due": step + steps}
             if not skipped:
                 self._start(cohort, step)
@@ -239,61 +202,3 @@ class Saver:
         if self.flush(LONGEST):
             for work in self._works:
                 work.join(LONGEST)
-
-    # --- resuming --------------------------------------------------------------------------------
-
-    def resume(self) -> bool:
-        """Fills the state from the newest checkpoint that is sound; a fresh start only where there is none."""
-        root = self.settings.root
-        with explained(root, "create"):
-            make_folder(root.absolute())
-        steps = series.steps_in(root)
-        if not steps and (foreign := recognise(root)) is not None:
-            raise CheckpointError(
-                f"{root} is itself a checkpoint ({foreign}), not a folder for a run's",
-                hint="fill the model from it with holdfast.checkpoint.load, and give the run another folder",
-            )
-        failures: list[CheckpointError] = []
-        for step in reversed(steps):
-            try:
-                catalogue = index.open(series.folder_of(root, step))
-                filler, into = self._plan(catalogue)
-                filler.carry_out()
-            except Unfit as e:  # not damage: no older one would fit better
-                raise e.error from e
-            except CheckpointError as e:
-                failures.append(e)
-                print(f"holdfast: cannot resume from step {step}: {e}", file=sys.stderr, flush=True)
-            else:
-                self._take_over(catalogue, into)
-                return True
-        if failures:
-            raise failures[0]
-        print(f"holdfast: no checkpoint in {root} yet: training starts at step 0", flush=True)
-        return False
-
-    def _plan(self, catalogue: Catalogue) -> tuple[Filler, dict[str, Any]]:
-        filler, into = Filler(catalogue, cast=False, layout={}), self._state.targets()
-        try:
-            filler.plan(into)
-            filler.refuse_unexpected([filler.left])
-        except CheckpointError as e:
-            raise Unfit(e) from e
-        return filler, into
-
-    def _take_over(self, catalogue: Catalogue, into: dict[str, Any]) -> None:
-        label = self._state.progress["label"]
-        self._state.restore(into)
-        progress = self._state.progress
-        print(f"holdfast: resumed from {catalogue.root}", flush=True)
-        if progress["label"] != label:
-            print(f"holdfast: with other settings than before: {label}; then: {progress['label']}", flush=True)
-        progress |= {
-            "label": label,
-            "saved": progress["step"],
-            "due": progress["step"] + self._first,
-            "resumed": progress.get("resumed", 0) + 1,
-            "seconds": catalogue.details.get("seconds", 0.0),
-        }
-        self._events.write("resumed", step=progress["step"], path=str(catalogue.root))
-        series.clean(self.settings.root, before=progress["step"])

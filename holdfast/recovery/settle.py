@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.cluster.membership import Standing, worker_order
+from holdfast.cluster.membership import Standing, newest_of, still_held, worker_order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settlement:
-    """Where everybody will stand: who rolls forward, who gets the state, who can send it, and why."""
+    """Where everybody will stand: who rolls forward, who holds which units then, who begins, and why."""
 
     operation: int
     forward: tuple[str, ...]
-    receivers: tuple[str, ...]
-    holders: tuple[str, ...]
+    held: Mapping[str, frozenset[int]]  # the units that each worker holds, as they are after ``operation``
+    newcomers: tuple[str, ...]  # those who do not know yet where the run is
+    begins: str | None  # the worker whose initial state, or checkpoint, is everybody's: nothing was committed yet
     reason: str
+
+    @property
+    def teller(self) -> str:
+        """Who tells the newcomers where the run is."""
+        return self.begins or next(worker for worker in self.held if worker not in self.newcomers)
 
 
 def settle(standings: Mapping[str, Standing]) -> Settlement:
@@ -31,35 +37,35 @@ def settle(standings: Mapping[str, Standing]) -> Settlement:
     'nobody has committed operation 4: it is done again'
     """
     order = sorted(standings, key=worker_order)
-    known = [s.operation for s in standings.values() if s.operation is not None]
-    if not known:  # the begin: the first worker's model is everybody's
-        first = next((w for w in order if not standings[w].spoilt), order[0])
+    newest = newest_of(standings.values())
+    if not newest:  # nothing was committed: the first worker's model is everybody's
         return Settlement(
             operation=0,
             forward=(),
-            receivers=tuple(w for w in order if w != first),
-            holders=(first,),
-            reason=f"worker {first} has the initial state",
+            held={worker: frozenset() for worker in order},
+            newcomers=tuple(order[1:]),
+            begins=order[0],
+            reason=f"worker {order[0]} has the initial state",
         )
-    newest = max(known)
     forward = [w for w in order if standings[w].operation == newest - 1 and standings[w].voted]
-    holders = [w for w in order if standings[w].operation == newest or w in forward]
-    receivers = [w for w in order if w not in holders]
+    held = {w: frozenset(still_held(standings[w], newest)) for w in order}
+    newcomers = [w for w in order if standings[w].operation != newest and w not in forward]
     return Settlement(
         operation=newest,
         forward=tuple(forward),
-        receivers=tuple(receivers),
-        holders=tuple(holders),
-        reason=_reason(standings, newest, forward, receivers),
+        held=held,
+        newcomers=tuple(newcomers),
+        begins=None,
+        reason=_reason(standings, newest, forward, newcomers),
     )
 
 
-def _reason(standings: Mapping[str, Standing], newest: int, forward: list[str], receivers: list[str]) -> str:
+def _reason(standings: Mapping[str, Standing], newest: int, forward: list[str], newcomers: list[str]) -> str:
     parts = []
     if forward:
         parts.append(f"operation {newest - 1} is committed: {', '.join(forward)} roll forward")
     if any(s.operation == newest and s.voted for s in standings.values()):
         parts.append(f"nobody has committed operation {newest}: it is done again")
-    if receivers:
-        parts.append(f"{', '.join(receivers)} get the state")
+    if newcomers:
+        parts.append(f"{', '.join(newcomers)} get the state")
     return "; ".join(parts) or "everybody stands at the same operation"

@@ -21,6 +21,13 @@ class Waves:
         return x, (x[:1] * 2 + x[1:2]).tanh()
 
 
+def stages_of(text: str) -> int | list[int] | None:
+    """A number, the layers of each stage, or "auto": the planner decides."""
+    if text == "auto":
+        return None
+    return [int(number) for number in text.split(",")] if "," in text else int(text)
+
+
 def main() -> None:
     setting = os.environ.get
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
@@ -36,6 +43,9 @@ def main() -> None:
         micro_batch=MICRO_BATCH,
         clip_norm=1.0,
         numerics=setting("NUMERICS", "exact"),
+        stages=stages_of(setting("STAGES", "1")),
+        tolerate=int(setting("TOLERATE", "0")),
+        memory=setting("MEMORY"),
         checkpoint=setting("CHECKPOINT"),
         keep=int(setting("KEEP", "3")),
         every="auto" if setting("EVERY") == "auto" else int(setting("EVERY", "3")),

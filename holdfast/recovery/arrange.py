@@ -1,0 +1,228 @@
+"""Getting a generation ready: who does what, and everybody gets what it needs for it.
+
+Every member works out the same layout from the same facts. Then each gets the layers of its place that it lacks:
+from those who hold them; at the begin from the first worker, from a checkpoint, or by making them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.cluster.events import Events
+from holdfast.cluster.group import Group
+from holdfast.cluster.membership import Generation
+from holdfast.engine.engine import Engine
+from holdfast.engine.profile.quick import quick_link, quick_profile
+from holdfast.engine.state import State
+from holdfast.errors import TooFewWorkers
+from holdfast.plan.layout import Layout, lay_out
+from holdfast.plan.planner import Shortage
+from holdfast.plan.profile import Link, Profile
+from holdfast.recovery.copy import carry_out, moves, tell
+from holdfast.recovery.reports import GroupRanks
+from holdfast.recovery.resume import Resumer
+from holdfast.recovery.settle import Settlement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asks of layouts. ``profile`` is measured at the begin if it is not given."""
+
+    tolerate: int = 1
+    stages: int | Sequence[int] | None = None
+    memory: int | None = None
+    profile: Profile | None = None
+
+
+class Arranger:
+    """This worker's part in getting generations ready. ``held`` are the units that it holds, as they should be."""
+
+    def __init__(self, engine: Engine, state: State, events: Events, wishes: Wishes, resumer: Resumer | None) -> None:
+        self.engine = engine
+        self.held: set[int] = {unit.number for unit in engine.model.units if engine.model.is_held(unit)}
+        self.layout: Layout = engine.layout
+        self._rank = 0
+        self._model = engine.model
+        self._state = state
+        self._events = events
+        self._wishes = wishes
+        self._resumer = resumer
+        # Memory alone is not enough: a copy that broke off leaves some with nothing in it.
+        state.is_held = lambda unit: unit.number in self.held
+
+    @property
+    def units(self) -> int:
+        return len(self._model.units)
+
+    @property
+    def profiled(self) -> bool:
+        return "profile" in self._state.progress
+
+    def inform(self, group: Group, generation: Generation, settlement: Settlement) -> None:
+        """Afterwards everybody knows where the run is, and what its layers cost."""
+        self._measure(group, generation, settlement)
+        self._tell(group, generation, settlement)
+
+    def provide(self, group: Group, generation: Generation, settlement: Settlement) -> int:
+        """Gives everybody a place, and what it needs there; returns the bytes that this worker was sent.
+
+        ``Broken`` may fly through it; ``held`` is right even then.
+        """
+        if settlement.begins is not None:
+            received = self._begin(group, generation, settlement)
+        else:
+            self.layout = self._lay_out(generation, settlement)
+            held = [settlement.held[worker] for worker in generation.workers]
+            received = self._send_missing(group, held)
+        self.engine.enter(self.layout, group)
+        self._report(group, generation)
+        return received
+
+    @property
+    def kept(self) -> set[int]:
+        """The units of this worker's place, which are all that it updates."""
+        return self.held & self._wanted(self._rank)
+
+    def let_go(self) -> None:
+        """After the first vote of a generation: everybody has what it needs, so what is not ours can go."""
+        role = self.layout.role(self._rank)
+        mine = set() if role is None else set(role.layers)
+        gone = set(range(len(self._model.layers))) - mine
+        if gone:
+            self._model.release(gone)
+            self.held = self.kept
+            for unit in self._model.units:
+                if unit.number not in self.held:
+                    self._state.update.forget(unit.parameters)
+
+    # --- where the run is ------------------------------------------------------------------------
+
+    def _tell(self, group: Group, generation: Generation, settlement: Settlement) -> None:
+        listeners = [generation.rank_of(worker) for worker in settlement.newcomers]
+        tell(group, self._state, teller=generation.rank_of(settlement.teller), listeners=listeners)
+
+    def _measure(self, group: Group, generation: Generation, settlement: Settlement) -> None:
+        """If nobody knows yet what the layers cost, and it matters, the one who tells the others measures it."""
+        if not self._profile_is_needed(generation):
+            return
+        known = [] if settlement.begins is not None else [m for m in generation.members if m.standing.profiled]
+        if known:
+            return
+        teller = generation.rank_of(settlement.teller)
+        link = quick_link(group, _hosts(generation), clock=teller) if group.size > 1 else None
+        if group.rank == teller:
+            link = link or Link(bandwidth=1e9, latency=1e-4)
+            self._state.progress["profile"] = self._make_profile(link).to_json()
+
+    def _profile_is_needed(self, generation: Generation) -> bool:
+        """Not where there is nothing to be cut, or all cuts are given."""
+        wishes = self._wishes
+        cut = len(self._model.layers) > 1 and (
+            wishes.stages is None or (wishes.stages != 1 and isinstance(wishes.stages, int))
+        )
+        return cut and (len(generation.members) > 1 or wishes.memory is not None)
+
+    def _make_profile(self, link: Link) -> Profile:
+        given = self._wishes.profile
+        if given is None:
+            return quick_profile(self.engine, link, memory=self._wishes.memory)
+        return given if self._wishes.memory is None else replace(given, memory=self._wishes.memory)
+
+    # --- who does what ---------------------------------------------------------------------------
+
+    def _lay_out(self, generation: Generation, settlement: Settlement) -> Layout:
+        wishes, model, workers = self._wishes, self._model, generation.workers
+        known = self._state.progress.get("profile")
+        layers = {
+            worker: [n for n in range(len(model.layers)) if all(u.number in units for u in model.units_of([n]))]
+            for worker, units in settlement.held.items()
+        }
+        found = lay_out(
+            layers=len(model.layers),
+            workers=workers,
+            held={} if settlement.begins is not None else layers,
+            leaving=[m.worker for m in generation.members if m.standing.leaving],
+            micro_batches=self.engine.order.micro_batches(0),
+            tolerate=wishes.tolerate,
+            stages=wishes.stages,
+            profile=None if known is None else Profile.from_json(known),
+            hosts=dict(zip(workers, _hosts(generation), strict=True)),
+            sizes=self._layer_bytes(),
+        )
+        if isinstance(found, Shortage):
+            raise TooFewWorkers(found.reason, hint=found.hint)
+        return found
+
+    def _layer_bytes(self) -> list[int]:
+        sizes = [0] * len(self._model.layers)
+        for unit in self._model.units:
+            sizes[min(unit.layers)] += sum(tensor.nbytes for tensor in unit.tensors)
+        return sizes
+
+    def _wanted(self, rank: int) -> set[int]:
+        """The units that a rank needs for its place."""
+        role = self.layout.role(rank)
+        return set() if role is None else {unit.number for unit in self._model.units_of(role.layers)}
+
+    def _report(self, group: Group, generation: Generation) -> None:
+        self._rank = group.rank
+        role = self.layout.role(group.rank)
+        place: dict[str, Any] = {}
+        if role is not None:
+            place = {"pipeline": role.pipeline, "stage": role.stage}
+            place |= {"first": role.layers.start, "stop": role.layers.stop}
+        member = generation.members[group.rank]
+        self._events.write(
+            "layout",
+            worker=member.worker,
+            host=member.host,
+            generation=generation.number,
+            **place,
+            reason=self.layout.reason,
+        )
+
+    # --- everybody gets what it needs ------------------------------------------------------------
+
+    def _send_missing(self, group: Group, held: Sequence[frozenset[int]]) -> int:
+        """What somebody lacks for its place comes from those who hold it."""
+        self._hold_place(group.rank)
+        sizes = {unit.number: sum(tensor.nbytes for tensor in unit.tensors) for unit in self._model.units}
+        planned = moves(held, [self._wanted(rank) for rank in range(group.size)], sizes)
+        return carry_out(group, self._state, planned, self.held.add) if group.size > 1 else 0
+
+    def _hold_place(self, rank: int) -> None:
+        role = self.layout.role(rank)
+        self._model.hold(() if role is None else role.layers)
+
+    def _begin(self, group: Group, generation: Generation, settlement: Settlement) -> int:
+        """Nothing was committed: from the checkpoint, each its own part; if there is none, the first values."""
+        known = self._state.progress.get("profile")
+
+        def hold() -> None:
+            if known is not None:  # what a checkpoint says of it was measured elsewhere
+                self._state.progress["profile"] = known
+            self.layout = self._lay_out(generation, settlement)
+            self._hold_place(group.rank)
+
+        if self._resumer is not None and self._resumer.resume(GroupRanks(group, self._model.device), hold=hold):
+            self.held = self._wanted(group.rank)
+            return 0
+        hold()
+        return self._initial(group, generation, settlement)
+
+    def _initial(self, group: Group, generation: Generation, settlement: Settlement) -> int:
+        """Layers that everybody can make are made; the others are the first worker's."""
+        assert settlement.begins is not None
+        model = self._model
+        made = frozenset(unit.number for unit in model.units if model.can_make(unit))
+        mine = self._wanted(group.rank) & made
+        model.make(model.units[number] for number in mine)
+        first, everything = generation.rank_of(settlement.begins), frozenset(range(self.units))
+        self.held = mine | (everything - made if group.rank == first else set())
+        return self._send_missing(group, [everything if rank == first else made for rank in range(group.size)])
+
+
+def _hosts(generation: Generation) -> list[str]:
+    return [member.host for member in generation.members]

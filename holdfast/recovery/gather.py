@@ -1,0 +1,151 @@
+"""What needs the layers of all workers: the model as one file, and the hash of the whole state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint.disk import BLOCK, Bytes, blocks_of, sync_folder, write_blocks
+from holdfast.checkpoint.write import Array, Image, array_of
+from holdfast.cluster.group import Group
+from holdfast.engine.model import LayeredModel
+from holdfast.engine.names import Named, Names
+from holdfast.engine.state import State
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.recovery.reports import GroupRanks
+
+MODEL_TAG = 4
+WRITER = 0  # the rank that writes the file
+
+
+class Holders(Protocol):
+    """Who holds which layer, as a ``Layout`` says it."""
+
+    def holders(self, layer: int) -> tuple[int, ...]:
+        """Ranks, ascending."""
+
+
+def gather_sha256(group: Group | None, state: State, *, weights_only: bool = False) -> str:
+    """The hash of the whole state, the same on every worker. All of the group call it; what is sent is small."""
+    if group is None:
+        return state.sha256(weights_only=weights_only)
+    mine = state.digests(weights_only=weights_only)
+    said = GroupRanks(group, state.model.device).exchange(json.dumps(mine).encode())
+    return state.combine([json.loads(text) for text in said], weights_only=weights_only)
+
+
+def write_model(group: Group | None, model: LayeredModel, layout: Holders | None, path: Path) -> None:
+    """The first worker writes all weights as one safetensors file, whole or not at all; all of the group call it.
+
+    The others send it what it lacks, block by block as it writes: beside its own layers it holds one block. A tied
+    weight is written once, and its other names are noted as ``save_model`` of safetensors does.
+    """
+    rank = WRITER if group is None else group.rank
+    named = Names(model).saved(model.is_held)
+    first = first_names({name: one.tensor for name, one in named.items()})
+    arrays = []
+    for name, one in named.items():
+        if first[name] == name:
+            sender = _sender(name, one, layout)
+            arrays.append(_array(name, one, sender, rank, group))
+    second = {name: kept for name, kept in sorted(first.items()) if name != kept}
+    image = Image(sorted(arrays, key=lambda array: array.name), second)
+    if rank == WRITER:
+        _write(image, path)
+        return
+    # The same blocks in the same order; there is nothing to be written, but each part is sent when its turn comes.
+    scratch: Bytes = np.empty(BLOCK, dtype=np.uint8)
+    for start in blocks_of(image.size):
+        image.fill(start, min(start + BLOCK, image.size), scratch)
+
+
+def first_names(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, str]:
+    """The name under which each tensor is written: the first, in alphabetical order, of those that it has.
+
+    >>> w = torch.zeros(1)
+    >>> first_names({"head": w, "embed": w, "bias": torch.zeros(1)})
+    {'head': 'embed', 'embed': 'embed', 'bias': 'bias'}
+    """
+    kept: dict[int, str] = {}
+    for name in sorted(tensors):
+        if tensors[name] is None:
+            raise UsageError(
+                f"{name} is no tensor: a safetensors file cannot hold it", hint="save a checkpoint instead"
+            )
+        kept.setdefault(id(tensors[name]), name)
+    return {name: kept[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _sender(name: str, one: Named, layout: Holders | None) -> int:
+    """Who gives a tensor: the writer if it can, or else the lowest rank that holds it."""
+    if layout is None or not one.layers:
+        return WRITER
+    ranks = [rank for layer in one.layers for rank in layout.holders(layer)]
+    if not ranks:
+        layers = ", ".join(map(str, sorted(one.layers)))
+        raise HoldfastError(f"no worker holds {name} (layer {layers})", hint="the model cannot be written without it")
+    return min(ranks)
+
+
+def _array(name: str, one: Named, sender: int, rank: int, group: Group | None) -> Array:
+    assert one.tensor is not None
+    if sender == rank and not one.held:
+        raise HoldfastError(f"{name} is not held here", hint="write the model once training has begun")
+    if sender == WRITER:
+        return array_of(name, one.tensor) if rank == WRITER else _described(name, one.tensor, _nothing)
+    assert group is not None
+    if rank == WRITER:
+        return _described(name, one.tensor, _receiving(group, sender, one.tensor.device))
+    return _described(name, one.tensor, _sending(group, one.tensor) if rank == sender else _nothing)
+
+
+def _described(name: str, tensor: torch.Tensor, fill: Callable[[int, int, Bytes], None]) -> Array:
+    return Array(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), fill=fill)
+
+
+def _nothing(start: int, stop: int, out: Bytes) -> None:
+    """For who neither has the tensor nor writes it."""
+
+
+def _sending(group: Group, tensor: torch.Tensor) -> Callable[[int, int, Bytes], None]:
+    """Weights stay as they are until the vote, so they are sent from where they are."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    line = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else None
+
+    def send(start: int, stop: int, out: Bytes) -> None:
+        assert line is not None
+        group.start([(WRITER, line[start:stop], MODEL_TAG)], [])
+
+    return send
+
+
+def _receiving(group: Group, sender: int, device: torch.device) -> Callable[[int, int, Bytes], None]:
+    def receive(start: int, stop: int, out: Bytes) -> None:
+        place = torch.from_numpy(out)
+        room = place if device.type == "cpu" else torch.empty_like(place, device=device)
+        group.finish(group.start([], [(sender, room, MODEL_TAG)]))
+        if room is not place:
+            place.copy_(room)
+
+    return receive
+
+
+def _write(image: Image, path: Path) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.unlink(missing_ok=True)
+        write_blocks(unfinished, image.size, image.fill, threads=1)  # in order: as it is sent
+        unfinished.replace(path)
+        sync_folder(path.parent)
+    except OSError as e:
+        raise HoldfastError(f"cannot write {path}: {e.strerror or e}") from e
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -1,0 +1,182 @@
+"""Going on from a run's newest sound checkpoint: each worker reads the layers that it holds, all from the same one.
+
+Who holds what depends on what the checkpoint says, so it goes in parts: which checkpoints there are, what all
+workers share, and then the layers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.checkpoint import index, series
+from holdfast.checkpoint.disk import explained, make_folder
+from holdfast.checkpoint.formats import recognise
+from holdfast.checkpoint.load import Filler
+from holdfast.checkpoint.pieces import Catalogue
+from holdfast.checkpoint.ranks import Alone, Ranks, together
+from holdfast.cluster.events import Events
+from holdfast.engine.state import State
+from holdfast.errors import CheckpointError, HoldfastError, UsageError
+from holdfast.plan import interval
+
+
+class Unfit(HoldfastError):
+    """A checkpoint is sound, but not of this model. Not a ``CheckpointError``: no older one would fit better."""
+
+    exit_code = CheckpointError.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Where a run's checkpoints go, how often, and which are kept."""
+
+    root: Path
+    every: int | Literal["auto"] = "auto"
+    keep: int = 3
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every != "auto" and (not isinstance(self.every, int) or self.every < 1):
+            raise UsageError(f"every={self.every!r} is not a number of steps", hint="1 or more, or 'auto'")
+        if self.keep < 1 or (self.keep_every is not None and self.keep_every < 1):
+            raise UsageError("keep and keep_every must be 1 or more")
+
+    @property
+    def first(self) -> int:
+        """Steps from a start to the first checkpoint."""
+        return interval.FIRST if self.every == "auto" else self.every
+
+
+class Resumer:
+    """Fills the state from a run's checkpoints: ``open`` what all share, ``fill`` what this worker holds.
+
+    ``CheckpointError`` means that a checkpoint is damaged, which is also told here: an older one may be sound.
+    """
+
+    def __init__(self, settings: Settings, state: State, events: Events) -> None:
+        self.settings = settings
+        self._state = state
+        self._events = events
+        self._before = ""  # the settings of the run that saved what is open
+        self._files: list[str] = []  # of the checkpoint that was read last
+
+    def resume(self, ranks: Ranks | None = None, *, hold: Callable[[], None] = lambda: None) -> bool:
+        """Fills the state from the newest checkpoint that is sound for everybody; False if there is none yet.
+
+        All workers of ``ranks`` call it together. ``hold`` is called when what all share is known, and gives the
+        model memory for what this worker is to hold; it is called again if an older checkpoint has to be taken.
+        """
+        ranks = ranks or Alone()
+        found = together(ranks, "resume", lambda: self.candidates() if ranks.rank == 0 else [])
+        steps: list[int] = json.loads(ranks.exchange(json.dumps(found).encode())[0])  # others may see them later
+        failures: list[CheckpointError] = []
+        for step in steps:
+            failure = self._agreed(ranks, step, self.open)
+            if failure is None:
+                hold()
+                failure = self._agreed(ranks, step, self.fill)
+            if failure is None:
+                if ranks.rank == 0:
+                    self._announce(step)
+                return True
+            failures.append(failure)
+        if failures:
+            raise failures[0]
+        return False
+
+    def _agreed(self, ranks: Ranks, step: int, work: Callable[[int], None]) -> CheckpointError | None:
+        """What kept somebody from doing the work. What does not fit is raised, everywhere."""
+        failure: CheckpointError | None = None
+        misfit: Unfit | None = None
+        try:
+            work(step)
+        except CheckpointError as e:
+            failure = e
+        except Unfit as e:
+            misfit = e
+        mine = [str(failure or misfit or ""), misfit is not None, self._files]
+        said = [json.loads(text) for text in ranks.exchange(json.dumps(mine).encode())]
+        if misfit is not None:
+            raise misfit
+        for rank, (text, unfit, files) in enumerate(said):
+            if unfit:
+                raise Unfit(f"worker {rank} cannot resume: {text}")
+            if failure is None and text:
+                failure = CheckpointError(f"worker {rank} cannot resume: {text}")
+            if failure is None and files != self._files:
+                failure = CheckpointError(f"worker {rank} sees another checkpoint of step {step} than others do")
+        return failure
+
+    # --- its parts -------------------------------------------------------------------------------
+
+    def candidates(self) -> list[int]:
+        """The steps that can be tried, newest first; says so if there is none."""
+        root = self.settings.root
+        with explained(root, "create"):
+            make_folder(root.absolute())
+        steps = series.steps_in(root)
+        if not steps and (foreign := recognise(root)) is not None:
+            raise CheckpointError(
+                f"{root} is itself a checkpoint ({foreign}), not a folder for a run's",
+                hint="fill the model from it with holdfast.checkpoint.load, and give the run another folder",
+            )
+        if not steps:
+            print(f"holdfast: no checkpoint in {root} yet: training starts at step 0", flush=True)
+        return steps[::-1]
+
+    def open(self, step: int) -> None:
+        """Takes over what all workers share, and checks that the checkpoint is of this model; reads no layers."""
+        label = self._state.progress["label"]
+        into = self._state.targets(nothing=True)
+        catalogue = self._read(step, into)
+        try:
+            self._state.restore(into)
+        except CheckpointError as e:
+            raise Unfit(str(e)) from e
+        progress = self._state.progress
+        self._before = progress["label"]
+        progress |= {
+            "label": label,
+            "saved": progress["step"],
+            "due": progress["step"] + self.settings.first,
+            "resumed": progress.get("resumed", 0) + 1,
+            "seconds": catalogue.details.get("seconds", 0.0),
+        }
+
+    def fill(self, step: int) -> None:
+        """Fills what has memory here. Before an error is found, some of it may have been filled: do not use it then."""
+        self._read(step, self._state.targets())
+        self._state.forget()
+
+    def _announce(self, step: int) -> None:
+        """One worker says that all have resumed, and removes what earlier saves have left undone."""
+        folder, label = series.folder_of(self.settings.root, step), self._state.progress["label"]
+        print(f"holdfast: resumed from {folder}", flush=True)
+        if self._before != label:
+            print(f"holdfast: with other settings than before: {label}; then: {self._before}", flush=True)
+        self._events.write("resumed", step=step, path=str(folder))
+        series.clean(self.settings.root, before=step)
+
+    def _read(self, step: int, into: dict[str, Any]) -> Catalogue:
+        try:
+            catalogue = index.open(series.folder_of(self.settings.root, step))
+            self._files = sorted(catalogue.files)
+            self._planned(catalogue, into).carry_out()
+        except CheckpointError as e:
+            print(f"holdfast: cannot resume from step {step}: {e}", file=sys.stderr, flush=True)
+            raise
+        return catalogue
+
+    def _planned(self, catalogue: Catalogue, into: dict[str, Any]) -> Filler:
+        filler = Filler(catalogue, cast=False, layout={})
+        try:
+            filler.plan(into)
+            filler.refuse_unexpected([filler.left])
+        except CheckpointError as e:
+            raise Unfit(str(e)) from e
+        return filler

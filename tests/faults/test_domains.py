@@ -1,0 +1,177 @@
+"""Hosts as failure domains: named by ``--hosts``, or network namespaces with an address and a link of their own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cluster.events import read_events
+from tests.harness import Result, launch
+from tests.namespaces import Machines, bits_of, machines
+
+STEPS = 40
+HEARTBEAT = 2.0
+RATE = "200mbit"
+
+
+def collect(folder: Path) -> Result:
+    events = [e for path in sorted(folder.glob("*/logs/events.jsonl")) for e in read_events(path)]
+    events.sort(key=lambda e: e["t"])
+    results = folder / "results.jsonl"
+    lines = results.read_text().splitlines() if results.exists() else []
+    return Result(code=0, events=events, said=[], results=[json.loads(line) for line in lines])
+
+
+def wait_until(what: str, condition: Callable[[], Any], seconds: float = 90.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it never came: {what}"
+        time.sleep(0.02)
+
+
+def start_all(cluster: Machines, folder: Path, **environment: str) -> None:
+    """Two workers on each of three machines; returns once all of them train."""
+    for machine in range(3):
+        words = ("-n", "2", "--nnodes", "3", "--heartbeat-timeout", str(HEARTBEAT), "--hosts", f"m{machine}")
+        patience = "4" if machine == 2 else "90"  # of the coordinator, that of machine 0 counts
+        settings = {"STEPS": str(STEPS), "WANTED": "99", **environment}
+        cluster.start(machine, folder, *words, "--patience", patience, **settings)
+    wait_until("all train", lambda: _training(folder) == 6 or cluster.ended())
+    assert not cluster.ended(), (folder / "0" / "logs" / "agent.txt").read_text()
+
+
+def _training(folder: Path) -> int:
+    return len({e["worker"] for e in collect(folder).of("commit")})
+
+
+def workers_of(result: Result, host: str) -> set[str]:
+    return {e["worker"] for e in result.of("started") if e["host"] == host}
+
+
+def hosts_of_layers(result: Result, generation: int = 1) -> dict[int, set[str]]:
+    found = defaultdict(set)
+    for event in result.of("layout"):
+        if event["generation"] == generation:
+            for layer in range(event["first"], event["stop"]):
+                found[layer].add(event["host"])
+    return found
+
+
+# --- one machine that plays two ------------------------------------------------------------------
+
+
+def lose_two_of_four(folder: Path, hosts: tuple[str, ...]) -> Result:
+    faults = "; ".join(f"kill worker={worker} step=5 phase=vote" for worker in ("0.1", "0.3"))
+    environment = {"STAGES": "2", "TOLERATE": "1"}
+    return launch(folder, workers=4, hosts=hosts, faults=faults, environment=environment)
+
+
+def test_all_workers_of_a_host_are_lost(tmp_path: Path, undisturbed) -> None:
+    """In the order of ranks, both copies of the second stage would be on host b."""
+    result = lose_two_of_four(tmp_path, ("a", "b", "a", "b"))
+    assert result.code == 0
+    assert result.sha256 == undisturbed(10).sha256
+    assert result.losses == undisturbed(10).losses
+    assert set(map(frozenset, hosts_of_layers(result).values())) == {frozenset("ab")}
+    assert {e["worker"] for e in result.of("failure")} == {"0.1", "0.3"} <= workers_of(result, "b")
+
+
+def test_where_hosts_are_not_told_their_layers_are_lost(tmp_path: Path) -> None:
+    """The same loss, but nobody knows that the two go together: a negative control."""
+    result = lose_two_of_four(tmp_path, ())
+    assert result.code == 3
+    assert "nobody is left who holds some of the layers" in result.of("stop")[0]["message"]
+
+
+def test_a_replacement_takes_the_host_of_the_slot_that_it_fills(tmp_path: Path, undisturbed) -> None:
+    environment = {"STAGES": "2", "TOLERATE": "1", "STEPS": "60", "WANTED": "4"}
+    result = launch(
+        tmp_path,
+        workers=4,
+        hosts=("a", "b", "a", "b"),
+        faults="kill worker=0.1 step=5 phase=forward",
+        environment=environment,
+    )
+    assert result.sha256 == undisturbed(60).sha256
+    assert [(e["worker"], e["host"]) for e in result.of("started")][4:] == [("0.4", "b")]
+    last = result.of("generation")[-1]
+    assert dict(zip(last["workers"], last["hosts"], strict=True)) == {"0.0": "a", "0.2": "a", "0.3": "b", "0.4": "b"}
+    assert all(hosts == {"a", "b"} for hosts in hosts_of_layers(result, last["number"]).values())
+
+
+# --- machines ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three() -> Iterator[Machines]:
+    with machines(3) as made:
+        yield made
+
+
+@pytest.fixture
+def stages(request: pytest.FixtureRequest) -> str:
+    """The first layout; with ``--soak 10`` the others too."""
+    number, is_first = request.param
+    if not is_first and request.config.getoption("--soak") < 10:
+        pytest.skip("the same test with another layout: --soak 10 runs it")
+    return str(number)
+
+
+def layouts(first: int, *others: int) -> pytest.MarkDecorator:
+    values = [pytest.param((number, number == first), id=f"{number}-stages") for number in (first, *others)]
+    return pytest.mark.parametrize("stages", values, indirect=True)
+
+
+@layouts(2, 1, 3)
+def test_the_power_of_a_host_fails(tmp_path: Path, undisturbed, three: Machines, stages: str) -> None:
+    start_all(three, tmp_path, STAGES=stages, TOLERATE="1")
+    three.kill(2)
+    assert [three.wait(machine) for machine in (0, 1)] == [0, 0]
+    result = collect(tmp_path)
+    assert all(len(hosts) >= 2 for hosts in hosts_of_layers(result).values())
+    assert len(result.results) == 4
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert result.losses == undisturbed(STEPS).losses
+    assert {e["worker"] for e in result.of("failure") if e["member"]} == workers_of(result, "m2")
+
+
+@layouts(3, 1, 2)
+def test_the_link_of_a_host_is_cut(tmp_path: Path, undisturbed, three: Machines, stages: str) -> None:
+    """Nothing is closed: only heartbeats tell. The others go on; who is cut off from them ends, in words."""
+    start_all(three, tmp_path, STAGES=stages, TOLERATE="1")
+    three.cut(2)
+    assert [three.wait(machine) for machine in (0, 1)] == [0, 0]
+    result = collect(tmp_path)
+    assert all(len(hosts) >= 2 for hosts in hosts_of_layers(result).values())
+    assert len(result.results) == 4
+    assert result.sha256 == undisturbed(STEPS).sha256
+    causes = {e["worker"]: e["cause"] for e in result.of("failure") if e["member"]}
+    assert causes.keys() == workers_of(result, "m2")
+    assert all("no heartbeat" in cause for cause in causes.values())
+    assert three.is_empty(2, 30)
+    assert three.wait(2) == 1
+    assert "the coordinator at 10.77.0.2:29700 is gone for 4 s" in (tmp_path / "2" / "logs" / "agent.txt").read_text()
+
+
+def test_missing_layers_come_at_the_speed_of_the_link(tmp_path: Path) -> None:
+    """Two of the three that hold the second stage are lost: another worker gets its layers over its link."""
+    faults = "; ".join(f"kill worker={host}.1 step=5 phase=forward" for host in (1, 2))
+    environment = {"WIDTH": "1024", "STEPS": "12", "WANTED": "0", "STAGES": "2", "TOLERATE": "2"}
+    with machines(3, RATE) as limited:
+        start_all(limited, tmp_path, HOLDFAST_FAULTS=faults, **environment)
+        assert [limited.wait(machine) for machine in range(3)] == [0, 0, 0]
+    result = collect(tmp_path)
+    lost = result.of("recovery")[-1]
+    began = next(e["t"] for e in result.of("generation") if e["number"] == lost["generation"])
+    (got,) = [e for e in result.of("entered") if e["generation"] == lost["generation"] and e["received"]]
+    assert got["received"] > 3 * 4 * 1024**2, "the weights of the large layer, and the optimizer's two slots of it"
+    seconds = got["received"] / (0.7 * bits_of(RATE) / 8)
+    assert got["t"] - began < seconds + 0.15
+    commits = {e["step"]: e["t"] for e in result.of("commit") if e["worker"] == got["worker"]}
+    assert lost["ms"] / 1000 < commits[6] - commits[5] + seconds + 0.15, "the redone step comes on top"
