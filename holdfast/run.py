@@ -146,6 +146,7 @@ class Run:
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._place = "after 0"  # where the script is: in the body of a loop, or after one
         self._done_here = 0
+        self._hashed_here = 0
         self._said = ""  # about what can be survived
         self._wished = tolerate or 0  # what the user has asked for in so many words
         label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
@@ -251,7 +252,7 @@ class Run:
     def _move_to(self, place: str) -> None:
         if place != self._place:
             self._place = place
-            self._done_here = 0
+            self._done_here = self._hashed_here = 0
 
     # --- evaluation and results ------------------------------------------------------------------
 
@@ -307,7 +308,20 @@ class Run:
 
         Where workers hold parts of the model, every worker must call it.
         """
-        if self._cohort.group is None or self.engine.layout.is_whole:
+        if self._cohort.group is None:
+            return self._state.sha256(weights_only=weights_only)
+        key = f"{self._place}/hash {self._hashed_here}"  # not counted with the others: whole workers may ask alone
+        self._hashed_here += 1
+        results = self._progress["results"]
+        if key not in results:
+            value = self._hash(weights_only)
+            if not self._place.startswith("after"):
+                return value
+            results[key] = value
+        return str(results[key])
+
+    def _hash(self, weights_only: bool) -> str:
+        if self.engine.layout.is_whole:
             return self._state.sha256(weights_only=weights_only)
         found: list[str] = []
 

@@ -103,3 +103,18 @@ def planner(rounds: Rounds = 3, json: Json = False) -> None:
 
     results, bars = bench.race(rounds=rounds, say=_say)
     raise typer.Exit(0 if publish("planner", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+
+
+@app.command()
+def pipeline(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Turns of each contestant on two cores; the longer contests have fewer.")
+    ] = 12,
+    json: Json = False,
+) -> None:
+    """Pipelines: against torch.distributed.pipelining, DDP, the planner's estimate, and restarts with other grids."""
+    from holdfast.bench import pipeline as bench
+    from holdfast.bench.report import publish
+
+    results, bars = bench.race(rounds=rounds, say=_say)
+    raise typer.Exit(0 if publish("pipeline", results, bars, columns=bench.COLUMNS, as_json=json) else 1)

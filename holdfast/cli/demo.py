@@ -11,17 +11,23 @@ import typer
 
 
 def demo(
-    workers: Annotated[int, typer.Option(min=1, help="Workers on this machine.")] = 4,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers on this machine. Default: 4, with --pipeline 5.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two runs.")] = 80,
     kills: Annotated[int, typer.Option(min=0, help="Workers to kill in the second run.")] = 6,
     seed: Annotated[int, typer.Option(min=0, help="Of the training, and of whom to kill when.")] = 0,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Each worker has memory for some of the layers only.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="For picture, logs and events.")] = Path("holdfast-demo"),
     as_json: Annotated[bool, typer.Option("--json", help="The verdict as a JSON object on the last line.")] = False,
 ) -> None:
     """Watch workers die, and the training not care.
 
     Trains a byte-level GPT on the source of Python's own standard library, first undisturbed, then
-    again while workers are killed at random, and compares the weights bit for bit.
+    again while workers are killed at random, and compares the weights bit for bit. With --pipeline the
+    second run is cut into pipelines, and the first is one worker that holds the whole model.
     """
     # Imported here, so that the other commands do not wait for rich and asyncio.
     from rich.console import Console
@@ -29,12 +35,15 @@ def demo(
     from holdfast.demo.demo import DemoSettings, run_demo
     from holdfast.demo.show import LiveShow, PlainShow, Show
 
-    settings = DemoSettings(workers=workers, steps=steps, kills=kills, seed=seed, out=out)
+    number = workers or (5 if pipeline else 4)
+    settings = DemoSettings(workers=number, steps=steps, kills=kills, seed=seed, pipeline=pipeline, out=out)
     console = Console(highlight=False, stderr=as_json)
     on_terminal = console.is_terminal and not as_json
     show: Show = LiveShow(console) if on_terminal else PlainShow(sys.stderr if as_json else sys.stdout)
-    given = f"workers: {workers}, steps: {steps}, kills: {kills}"
+    given = f"workers: {number}, steps: {steps}, kills: {kills}"
     console.print(f"a byte-level GPT on Python's own source ({given})", soft_wrap=True)
+    if pipeline:
+        console.print("undisturbed: one worker; disturbed: no worker has the memory for all layers", soft_wrap=True)
     verdict = run_demo(settings, show)
     console.print(*verdict.lines(), sep="\n", soft_wrap=True, markup=False)
     console.print(verdict.headline(), style="bold green" if verdict.identical else "bold red")

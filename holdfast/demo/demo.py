@@ -19,11 +19,16 @@ from holdfast.demo.story import Story, Tail
 from holdfast.errors import HoldfastError, UsageError
 
 SCRIPT = Path(__file__).parent / "train.py"
+MEMORY = "30MB"  # of a worker in a pipeline: the model, its gradients and a micro-batch under way take more
+UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
+PIPELINE = 2  # workers that a pipeline takes at least, with so much memory each
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
     """What ``holdfast demo`` was asked for.
+
+    In a ``pipeline`` workers hold some of the layers each. Then the undisturbed run is one worker that holds them all.
 
     >>> DemoSettings(workers=1, kills=0).steps
     80
@@ -33,10 +38,12 @@ class DemoSettings:
     steps: int = 80
     kills: int = 6
     seed: int = 0
+    pipeline: bool = False
     out: Path = Path("holdfast-demo")
 
     def __post_init__(self) -> None:
-        check_kills(steps=self.steps, workers=self.workers, kills=self.kills)
+        minimum = PIPELINE if self.pipeline else 1
+        check_kills(steps=self.steps, workers=self.workers, kills=self.kills, minimum=minimum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,7 @@ class Verdict:
         return statistics.median(recoveries) if recoveries else None
 
     def to_json(self) -> dict[str, Any]:
+        cut = [arrangement.to_json() for arrangement in self.disturbed.story.arrangements]
         return {
             "steps": self.settings.steps,
             "workers": self.settings.workers,
@@ -83,6 +91,7 @@ class Verdict:
             "weights_sha256": self.disturbed.hash_of("weights"),
             "undisturbed_sha256": self.undisturbed.hash_of("weights"),
             "identical": self.identical,
+            **({"layouts": cut} if self.settings.pipeline else {}),
         }
 
     def lines(self) -> Iterator[str]:
@@ -98,7 +107,7 @@ class Verdict:
             yield f"from a kill to the survivors' next step: {ms:.0f} ms (median); a step alone: {step_ms:.0f} ms"
         if (kills := len(other.story.deaths)) < self.settings.kills:
             yield f"the run was over after {kills} of {self.settings.kills} kills: there were too few workers to kill"
-        yield f"loss curves: {self.picture}"
+        yield f"loss curves{', and who held which layers' if self.settings.pipeline else ''}: {self.picture}"
 
     def headline(self) -> str:
         kills = len(self.disturbed.story.deaths)
@@ -114,8 +123,8 @@ def run_demo(settings: DemoSettings, show: Show) -> Verdict:
         raise UsageError(f"cannot write to {settings.out}: {e.strerror}", hint="--out another folder") from e
     try:
         with start_zygote() as zygote:  # torch is imported once for both runs
-            undisturbed = _train("undisturbed", [], settings, show, zygote)
-            disturbed = _train("disturbed", plan, settings, show, zygote)
+            undisturbed = _train(UNDISTURBED, [], settings, show, zygote)
+            disturbed = _train(DISTURBED, plan, settings, show, zygote)
     finally:
         show.close()
     picture = settings.out / "loss.png"
@@ -132,9 +141,10 @@ def _train(name: str, plan: Sequence[Kill], settings: DemoSettings, show: Show, 
         old.unlink()  # of an earlier demo: events and results are appended to
     results = folder / "results.jsonl"
     options = ["--steps", str(settings.steps), "--seed", str(settings.seed), "--results", str(results.absolute())]
+    cut = settings.pipeline and name == DISTURBED
     agent_settings = AgentSettings(
-        command=[str(SCRIPT), *options],
-        workers=settings.workers,
+        command=[str(SCRIPT), *options, *(["--memory", MEMORY] if cut else [])],
+        workers=1 if settings.pipeline and not cut else settings.workers,
         max_restarts=settings.kills + settings.workers,
         log_dir=folder,
         environment={"OMP_NUM_THREADS": "1"},  # exactness needs the same number of threads everywhere

@@ -46,10 +46,15 @@ def choose_kills(*, steps: int, workers: int, kills: int, seed: int) -> list[Kil
     return chosen
 
 
-def check_kills(*, steps: int, workers: int, kills: int) -> None:
-    """Refuses what cannot be shown."""
-    if kills and workers < 2:
-        raise UsageError("with one worker a kill leaves nobody to go on", hint="--workers 2 or more, or --kills 0")
+def check_kills(*, steps: int, workers: int, kills: int, minimum: int = 1) -> None:
+    """Refuses what cannot be shown. ``minimum``: the fewest workers that hold the model between them."""
+    if workers < minimum:
+        raise UsageError(f"the model takes the memory of {minimum} workers", hint=f"--workers {2 * minimum} or more")
+    if kills and workers < 2 * minimum:
+        why = "with one worker a kill leaves nobody to go on"
+        if minimum > 1:
+            why = f"with {workers} workers there is one pipeline, and a kill takes the only copy of some layers"
+        raise UsageError(why, hint=f"--workers {2 * minimum} or more, or --kills 0")
     needed = 2 * CALM_STEPS + STEPS_PER_KILL * kills
     if kills and steps < needed:
         most = (steps - 2 * CALM_STEPS) // STEPS_PER_KILL
@@ -77,12 +82,12 @@ async def kill_workers(plan: Sequence[Kill], agent: Agent, story: Story, tell: C
 
 
 def may_kill(story: Story) -> bool:
-    """Not while a kill is being recovered from, and never the last member.
+    """Not while a kill is being recovered from, and never one that holds the last copy of a layer.
 
     >>> may_kill(Story(steps=9, members=["0.0", "0.1"])), may_kill(Story(steps=9, members=["0.0"]))
     (True, False)
     """
-    return len(story.members) > 1 and not story.recovering
+    return len(story.members) > 1 and story.survives_a_loss and not story.recovering
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.demo.story import Death, Story
+from holdfast.words import size_text
 
 REFRESH_SECONDS = 0.15  # rendering takes time from the workers, who share the cores
 PLAIN_LINES = 8  # lines about ordinary progress in a run
@@ -108,7 +109,8 @@ class LiveShow:
         self._bars.update(self._task, completed=story.step, loss=loss, seconds=self._drawn - self._began)
         parts: list[RenderableType] = [self._bars]
         if story.members and self._sentence:
-            parts.append(_workers(story))
+            cut = story.arrangements and story.arrangements[-1].is_cut
+            parts.append(places_table(story) if cut else _workers(story))
         if self._sentence:
             parts.append(Text(self._sentence, style="bold"))
         if story.deaths:
@@ -122,6 +124,26 @@ def _workers(story: Story) -> Text:
     for worker in story.members:
         alive.append(f" ✗ {worker}" if worker in dying else f" ● {worker}", "red" if worker in dying else "green")
     return alive
+
+
+def places_table(story: Story) -> Table:
+    """Who holds which layers, and what was sent to whom for it."""
+    now = story.arrangements[-1]
+    dying = {death.worker for death in story.deaths}
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for heading in ("pipeline", "stage", "worker", "layers", "received"):
+        table.add_column(heading, justify="left" if heading in ("worker", "layers") else "right")
+    for pipeline in now.pipelines:
+        for place in pipeline:
+            color = "red" if place.worker in dying else "green"
+            name = Text(f"{'✗' if place.worker in dying else '●'} {place.worker}", style=color)
+            strip = "".join("■" if layer in place.layers else "·" for layer in range(now.layers))
+            sent = now.received.get(place.worker, 0)
+            number = str(place.pipeline) if place.stage == 0 else ""
+            table.add_row(number, str(place.stage), name, Text(strip, style=color), size_text(sent) if sent else "")
+    for worker in now.waiting:
+        table.add_row("", "", Text(f"● {worker}"), "none yet", "")
+    return table
 
 
 def deaths_table(deaths: list[Death]) -> Table:

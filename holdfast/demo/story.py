@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from holdfast.demo.places import Arrangement
+
 Event = dict[str, Any]
 
 
@@ -43,6 +45,8 @@ class Story:
     losses: dict[int, float] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)  # when each step was first committed
     deaths: list[Death] = field(default_factory=list)
+    arrangements: list[Arrangement] = field(default_factory=list)  # of each generation that got to training
+    coming: Arrangement | None = None  # of the generation that is being entered
     over: str = ""  # why the run was stopped, if it was
 
     @property
@@ -66,10 +70,19 @@ class Story:
     def step_seconds(self) -> float:
         return median_gap(list(self.times.values()))
 
+    @property
+    def survives_a_loss(self) -> bool:
+        """Whether anybody may be lost now, as far as is known."""
+        if self.coming is not None:
+            return False
+        return not self.arrangements or self.arrangements[-1].survives_a_loss
+
     def hear(self, event: Event) -> str | None:
         hearers: dict[str, Callable[[Event], str | None]] = {
             "generation": self._generation,
             "failure": self._failure,
+            "layout": self._place,
+            "entered": self._place,
             "commit": self._commit,
             "stop": self._stop,
         }
@@ -83,6 +96,7 @@ class Story:
     def _generation(self, event: Event) -> str | None:
         before, self.members = self.members, list(event["workers"])
         self.generation = event["number"]
+        self.coming = Arrangement(workers=self.members, generation=self.generation, step=self.step)
         for death in self.deaths:
             if death.generation is None and death.worker not in self.members:
                 death.generation = self.generation
@@ -90,8 +104,21 @@ class Story:
         if not joined:
             return None
         if not before:
-            return f"{len(joined)} workers train together: {', '.join(joined)}"
+            together = f"{len(joined)} workers train together" if len(joined) > 1 else "one worker trains alone"
+            return f"{together}: {', '.join(joined)}"
         return f"worker {', '.join(joined)} joins: {len(self.members)} workers from step {self.step} on"
+
+    def _place(self, event: Event) -> str | None:
+        """Who holds what is told when all have it, and where it is not simply everything."""
+        coming = self.coming
+        if coming is None:
+            return None
+        coming.hear(event)
+        if not coming.is_complete:
+            return None
+        self.coming = None
+        self.arrangements.append(coming)
+        return coming.text if coming.is_cut else None
 
     def _failure(self, event: Event) -> str | None:
         for death in self.deaths:

@@ -20,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", help="of a worker; without it every worker holds the whole model")
     parser.add_argument("--results", required=True, help="each worker appends a line with its hashes")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
@@ -35,6 +36,9 @@ def main() -> None:
         micro_batch=4,
         clip_norm=1.0,
         seed=arguments.seed,
+        tolerate=1 if arguments.memory else 0,
+        stages=None if arguments.memory else 1,
+        memory=arguments.memory,
     )
     for _ in run.steps(arguments.steps):
         pass

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 BUCKET_BYTES = 4 * 2**20
+SMALL_BYTES = 2**18  # below this, a message more costs as much as it hides
 ALIGNMENT = 16  # elements: a cache line of float32
 
 
@@ -86,11 +87,12 @@ def _padded(p: nn.Parameter) -> int:
 
 
 def make_buckets(
-    groups: Sequence[tuple[tuple[int, ...], Sequence[nn.Parameter]]], limit: int = BUCKET_BYTES
+    groups: Sequence[tuple[tuple[int, ...], Sequence[nn.Parameter]]], limit: int | None = None
 ) -> list[Bucket]:
     """Buckets in the order in which the backward pass completes them: last parameters first.
 
-    A group is parameters in order, and the ranks that hold them.
+    A group is parameters in order, and the ranks that hold them. A small one is cut too, so that the first sums are
+    under way while the rest is computed.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> [bucket.size for bucket in make_buckets([((0,), list(model.parameters()))], limit=80)]
@@ -98,12 +100,14 @@ def make_buckets(
     """
     buckets: list[Bucket] = []
     for ranks, parameters in reversed(groups):
+        total = sum(p.nbytes for p in parameters)
+        most = limit or min(BUCKET_BYTES, max(SMALL_BYTES, total // 4))
         grouped: list[list[nn.Parameter]] = []
         open_group: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for p in reversed(parameters):
             key = (p.dtype, p.device)
             group = open_group.get(key)
-            if group is None or sum(q.nbytes for q in group) + p.nbytes > limit:
+            if group is None or sum(q.nbytes for q in group) + p.nbytes > most:
                 group = open_group[key] = []
                 grouped.append(group)
             group.append(p)

@@ -95,6 +95,7 @@ class Inbox:
     def take(self) -> Any:
         """The next value, once all of it is here."""
         header, works = self._header
+        self._header = (header, [])  # a receive that was waited for must not be waited for again
         self._group.finish(works)
         number, length = header.tolist()
         if length:

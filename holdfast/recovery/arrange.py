@@ -20,7 +20,7 @@ from holdfast.errors import TooFewWorkers
 from holdfast.plan.layout import Layout, lay_out
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Link, Profile
-from holdfast.recovery.copy import carry_out, moves, tell
+from holdfast.recovery.copy import Traffic, carry_out, moves, tell
 from holdfast.recovery.reports import GroupRanks
 from holdfast.recovery.resume import Resumer
 from holdfast.recovery.settle import Settlement
@@ -65,20 +65,20 @@ class Arranger:
         self._measure(group, generation, settlement)
         self._tell(group, generation, settlement)
 
-    def provide(self, group: Group, generation: Generation, settlement: Settlement) -> int:
-        """Gives everybody a place, and what it needs there; returns the bytes that this worker was sent.
+    def provide(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
+        """Gives everybody a place, and what it needs there; returns what this worker had to do with it.
 
         ``Broken`` may fly through it; ``held`` is right even then.
         """
         if settlement.begins is not None:
-            received = self._begin(group, generation, settlement)
+            traffic = self._begin(group, generation, settlement)
         else:
             self.layout = self._lay_out(generation, settlement)
             held = [settlement.held[worker] for worker in generation.workers]
-            received = self._send_missing(group, held)
+            traffic = self._send_missing(group, held)
         self.engine.enter(self.layout, group)
         self._report(group, generation)
-        return received
+        return traffic
 
     @property
     def kept(self) -> set[int]:
@@ -185,18 +185,18 @@ class Arranger:
 
     # --- everybody gets what it needs ------------------------------------------------------------
 
-    def _send_missing(self, group: Group, held: Sequence[frozenset[int]]) -> int:
+    def _send_missing(self, group: Group, held: Sequence[frozenset[int]]) -> Traffic:
         """What somebody lacks for its place comes from those who hold it."""
         self._hold_place(group.rank)
         sizes = {unit.number: sum(tensor.nbytes for tensor in unit.tensors) for unit in self._model.units}
         planned = moves(held, [self._wanted(rank) for rank in range(group.size)], sizes)
-        return carry_out(group, self._state, planned, self.held.add) if group.size > 1 else 0
+        return carry_out(group, self._state, planned, self.held.add) if group.size > 1 else Traffic()
 
     def _hold_place(self, rank: int) -> None:
         role = self.layout.role(rank)
         self._model.hold(() if role is None else role.layers)
 
-    def _begin(self, group: Group, generation: Generation, settlement: Settlement) -> int:
+    def _begin(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
         """Nothing was committed: from the checkpoint, each its own part; if there is none, the first values."""
         known = self._state.progress.get("profile")
 
@@ -208,11 +208,11 @@ class Arranger:
 
         if self._resumer is not None and self._resumer.resume(GroupRanks(group, self._model.device), hold=hold):
             self.held = self._wanted(group.rank)
-            return 0
+            return Traffic()
         hold()
         return self._initial(group, generation, settlement)
 
-    def _initial(self, group: Group, generation: Generation, settlement: Settlement) -> int:
+    def _initial(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
         """Layers that everybody can make are made; the others are the first worker's."""
         assert settlement.begins is not None
         model = self._model

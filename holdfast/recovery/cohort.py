@@ -220,7 +220,7 @@ class Cohort:
         self._arranger.inform(self.group, generation, settlement)
         if settlement.begins is None:
             self._operation = settlement.operation  # what is held from here on counts, even if this breaks
-        received = self._arranger.provide(self.group, generation, settlement)
+        traffic = self._arranger.provide(self.group, generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
@@ -230,7 +230,8 @@ class Cohort:
             generation=generation.number,
             operation=self._operation,
             reason=settlement.reason,
-            received=received,
+            received=traffic.received,
+            sent=traffic.sent,
         )
 
     def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:

@@ -61,18 +61,28 @@ def tell(group: Group, state: State, *, teller: int, listeners: Collection[int])
         state.set_common(codec.unflatten(text, tensors))
 
 
-def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Callable[[int], None]) -> int:
-    """Every member calls this; returns the bytes that came. What is sent must stay as it is until the next vote.
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of state that one worker was sent, and has sent."""
+
+    received: int = 0
+    sent: int = 0
+
+
+def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Callable[[int], None]) -> Traffic:
+    """Every member calls this. What is sent must stay as it is until the next vote.
 
     ``arrived`` is called with each unit that is complete.
     """
-    units, device = state.model.units, state.model.device
+    units, device, total = state.model.units, state.model.device, 0
     for receiver in sorted({move.receiver for move in planned if move.sender == group.rank}):
         faults.point("copy")
         sent = [move.unit for move in planned if (move.sender, move.receiver) == (group.rank, receiver)]
         flat = [codec.flatten(state.read(units[unit])) for unit in sent]
         text = json.dumps([text.decode() for text, _ in flat]).encode()
-        group.start(_message((text, [tensor for _, tensors in flat for tensor in tensors]), receiver, device), [])
+        tensors = [tensor for _, each in flat for tensor in each]
+        group.start(_message((text, tensors), receiver, device), [])
+        total += len(text) + sum(tensor.nbytes for tensor in tensors)
     mine = [move for move in planned if move.receiver == group.rank]
     coming: dict[int, _Coming] = {}
     try:
@@ -86,7 +96,7 @@ def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Call
         for each in coming.values():
             each.drain()
         raise
-    return sum(each.bytes for each in coming.values())
+    return Traffic(received=sum(each.bytes for each in coming.values()), sent=total)
 
 
 class _Coming:

@@ -98,7 +98,10 @@ def test_no_part_of_the_state_leaves_with_a_leaver(
 ) -> None:
     made = compose(standings=standings, waiting=waiting, target=target)
     if made.members:
-        before, after = lost_units(standings.values()), lost_units([standings[w] for w in made.members if w in standings])
+        before, after = (
+            lost_units(standings.values()),
+            lost_units([standings[w] for w in made.members if w in standings]),
+        )
         assert set(after) <= set(before)
         known = {s.operation for s in standings.values()} - {None}
         assert not known or max(known) in {standings[w].operation for w in made.members if w in standings}

@@ -13,7 +13,7 @@ from holdfast.demo.story import Story
 
 def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "holdfast.cli", "demo", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_killed_worker_leaves_no_trace_in_the_weights(tmp_path: Path) -> None:
@@ -33,10 +33,33 @@ def test_a_killed_worker_leaves_no_trace_in_the_weights(tmp_path: Path) -> None:
     assert "survivors commit step" in demo.stderr
 
 
+def test_pipelines_lose_a_worker_and_come_to_what_one_worker_comes_to(tmp_path: Path) -> None:
+    demo = run_demo("--pipeline", "--steps", "10", "--kills", "1", "--json", "--out", str(tmp_path))
+    assert demo.returncode == 0, demo.stderr
+    verdict = json.loads(demo.stdout.splitlines()[-1])
+    assert (verdict["workers"], verdict["kills"], verdict["identical"]) == (5, 1, True)
+    first, after, *_ = [layout["pipelines"] for layout in verdict["layouts"]]
+    assert sorted(map(len, first)) == [2, 3]  # with memory for half of it, no other two pipelines use all five
+    assert sorted(map(len, after)) == [2, 2]
+    for pipeline in [*first, *after]:
+        assert [layer for stage in pipeline for layer in range(*stage["layers"])] == list(range(6))
+    assert verdict["layouts"][1]["received_bytes"] > 0
+    assert verdict["layouts"][1]["left_over"] == []
+    assert "2 pipelines: " in demo.stderr
+    assert "4 survivors commit step" in demo.stderr
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_one_worker_cannot_be_killed() -> None:
     demo = run_demo("--workers", "1")
     assert demo.returncode == 2
     assert "--kills 0" in demo.stderr
+
+
+def test_one_pipeline_cannot_lose_a_worker() -> None:
+    demo = run_demo("--pipeline", "--workers", "3")
+    assert demo.returncode == 2
+    assert "--workers 4 or more, or --kills 0" in demo.stderr
 
 
 def outcome(*, weights: str = "a", state: str = "b", straggler: str = "b", loss: float = 1.0) -> Outcome:

@@ -35,13 +35,31 @@ def test_what_cannot_be_shown_is_refused_with_a_hint(steps: int, workers: int, h
         check_kills(steps=steps, workers=workers, kills=6)
 
 
+@pytest.mark.parametrize(("workers", "kills", "hint"), [(1, 0, "memory of 2"), (3, 1, "one pipeline.*--workers 4")])
+def test_pipelines_need_workers(workers: int, kills: int, hint: str) -> None:
+    with pytest.raises(UsageError, match=hint):
+        check_kills(steps=80, workers=workers, kills=kills, minimum=2)
+    check_kills(steps=80, workers=workers, kills=kills)  # the same is right where one worker holds everything
+
+
 def commit(step: int, *, generation: int, t: float) -> dict[str, object]:
     return {"event": "commit", "worker": "0.0", "step": step, "loss": 1.0, "generation": generation, "t": t}
+
+
+def enter(story: Story, *, generation: int) -> None:
+    """All members get a place of their own, with the whole model."""
+    for number, worker in enumerate(story.members):
+        place = {"pipeline": number, "stage": 0, "first": 0, "stop": 4, "reason": ""}
+        story.hear({"event": "layout", "t": 0.0, "worker": worker, "generation": generation, **place})
+        story.hear({"event": "entered", "t": 0.0, "worker": worker, "generation": generation, "received": 0})
 
 
 def test_a_recovery_ends_with_the_first_commit_of_a_generation_without_the_dead() -> None:
     story = Story(steps=9)
     story.hear({"event": "generation", "t": 0.0, "number": 1, "workers": ["0.0", "0.1"]})
+    assert not may_kill(story)  # nobody knows yet who holds what
+    enter(story, generation=1)
+    assert may_kill(story)
     story.hear(commit(0, generation=1, t=1.0))
     story.killed("0.1", 2.0)
     assert not may_kill(story)
@@ -51,6 +69,7 @@ def test_a_recovery_ends_with_the_first_commit_of_a_generation_without_the_dead(
     story.hear(commit(2, generation=2, t=2.03))  # a join was under way too, and the dead one still in it
     assert story.recovering
     story.hear({"event": "generation", "t": 2.04, "number": 3, "workers": ["0.0", "0.2"]})
+    enter(story, generation=3)
     story.hear(commit(3, generation=3, t=2.5))
     story.hear(commit(4, generation=3, t=3.5))
     assert story.recoveries_ms == [pytest.approx(500)]

@@ -64,13 +64,24 @@ def linear(inputs: int = WIDTH, outputs: int = WIDTH, **kwargs: Any) -> nn.Linea
     return nn.Linear(inputs, outputs, **kwargs)
 
 
+def mlp() -> list[nn.Module]:
+    return [linear(WIDTH, 9), nn.Tanh(), linear(9, 9), nn.LayerNorm(9), nn.GELU(), linear(9, WIDTH)]
+
+
+def numbers(samples: int) -> TensorDataset:
+    """As many inputs and targets."""
+    return TensorDataset(fill(torch.empty(samples, WIDTH), 1), fill(torch.empty(samples, WIDTH), 2))
+
+
 @dataclass(kw_only=True)
 class Job:
     """What is trained: all that does not depend on the layout."""
 
     layers: Make
     loss: Loss = mse_loss
-    data: Any = field(default_factory=lambda: TensorDataset(fill(torch.empty(13, WIDTH), 1), fill(torch.empty(13, WIDTH), 2)))
+    data: Any = field(
+        default_factory=lambda: TensorDataset(fill(torch.empty(13, WIDTH), 1), fill(torch.empty(13, WIDTH), 2))
+    )
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)
     global_batch: int = 10
     micro_batch: int = 2

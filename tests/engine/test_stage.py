@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
-from holdfast.engine import boundary
-from holdfast.engine import model as model_module
 from holdfast.engine.stage import post_of
-from holdfast.engine.tied import tied
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.plan.layout import Layout, side_by_side
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
-from tests.engine.pipelines import MAKING as LOCK
-from tests.engine.pipelines import WIDTH, Job, assert_same, fill, lay, one_step, take_place, train, train_alone
-
-W = WIDTH
-
-
-def mlp() -> list[nn.Module]:
-    return [linear(W, 9), nn.Tanh(), linear(9, 9), nn.LayerNorm(9), nn.GELU(), linear(9, W)]
-
+from tests.engine.pipelines import (
+    Job,
+    Layer,
+    assert_same,
+    each_alone,
+    lay,
+    linear,
+    mlp,
+    numbers,
+    one_step,
+    take_place,
+    train,
+    train_alone,
+)
 
 # --- layouts -------------------------------------------------------------------------------------------
 
@@ -112,44 +110,6 @@ def test_another_cut_of_the_work_would_show(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.differs_from(expected)
 
 
-# --- places change ------------------------------------------------------------------------------------
-
-
-def test_a_shared_weight_that_moves_away_leaves_nothing_behind() -> None:
-    """A worker that had the later use of a weight, and then none, must not touch it any more."""
-    job = Job(layers=lambda: tied_by((3, 0), layers=4), steps=3)
-    expected = train_alone(job)
-    before, after = lay(([0, 1], [2, 2]), size=3), lay(([0, 1, 2], [2, 1, 1]))
-    alone = job.engine()
-
-    def work(group: MemoryGroup) -> dict[str, Tensor]:
-        engine = job.engine()
-        take_place(engine, before, group)
-        one_step(engine, group, 0)
-        if group.rank == 2:  # gets layer 3 as somebody has it after step 0
-            one_step(alone, MemoryGroup(0, Network(1)), 0)
-            engine.model.hold([3])
-            for mine, other in zip(engine.model.units_of([3]), alone.model.units_of([3]), strict=True):
-                engine.update.set_slots(mine.parameters, alone.update.slots(other.parameters))
-                for a, b in zip(mine.parameters, other.parameters, strict=True):
-                    a.data.copy_(b.data)
-        role = after.role(group.rank)
-        engine.enter(after, group)
-        one_step(engine, group, 1)
-        engine.model.release(set(range(4)) - set(role.layers))
-        for unit in engine.model.units:
-            if not engine.model.is_held(unit):
-                engine.update.forget(unit.parameters)
-        one_step(engine, group, 2)
-        assert all(p.grad is None for layer in engine.model.layers for p in layer.parameters())
-        layers = engine.model.layers
-        return {f"{n}.{k}": t.clone() for n in engine.model.held for k, t in layers[n].named_parameters()}
-
-    for result in on_workers(3, work):
-        assert result
-        assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in result.items())
-
-
 # --- memory -------------------------------------------------------------------------------------------
 
 
@@ -175,7 +135,7 @@ class Counted(nn.Module):
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_stage_has_as_many_micro_batches_under_way_as_there_are_stages_to_the_end(stages: int) -> None:
     count = 32
-    data = TensorDataset(fill(torch.empty(count, W), 1), fill(torch.empty(count, W), 2))
+    data = numbers(count)
     job = Job(layers=lambda: [Counted() for _ in range(4)], data=data, global_batch=count, micro_batch=1, filled=False)
     layout = lay((range(stages), [4 // stages] * stages))
     network = Network(stages)
@@ -188,7 +148,9 @@ def test_a_stage_has_as_many_micro_batches_under_way_as_there_are_stages_to_the_
 
         def counting(sends: Any) -> Any:
             mine = f"{group.rank} →"
-            kept[group.rank] = max(kept[group.rank], sum(letter.address.startswith(mine) for letter in [*network.letters]))
+            kept[group.rank] = max(
+                kept[group.rank], sum(letter.address.startswith(mine) for letter in [*network.letters])
+            )
             return send(sends)
 
         group.send = counting
@@ -206,7 +168,7 @@ def test_a_stage_has_as_many_micro_batches_under_way_as_there_are_stages_to_the_
 
 def test_while_evaluating_a_first_stage_is_only_so_far_ahead() -> None:
     count = 64
-    data = TensorDataset(fill(torch.empty(count, W), 1), fill(torch.empty(count, W), 2))
+    data = numbers(count)
     job = Job(layers=lambda: [linear() for _ in range(3)], data=data, micro_batch=1)
     layout = lay(([0, 1, 2], [1, 1, 1]))
     network = Network(3)
