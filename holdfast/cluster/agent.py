@@ -171,7 +171,9 @@ class Agent:
             slots = 0 if self._leaving else self._slots
             hello = {"role": "agent", "host": self.host, "slots": slots, "begun": self._begun}
             try:
-                reader, self._writer = await wire.connect(self.address, self.settings.token, hello)
+                # Not for minutes, as TCP would try: the way to it may be free again before.
+                connecting = wire.connect(self.address, self.settings.token, hello)
+                reader, self._writer = await asyncio.wait_for(connecting, 2 * wire.HANDSHAKE_SECONDS)
                 await self._hear_coordinator(reader)
                 since = time.monotonic()
             except wire.Refused as e:

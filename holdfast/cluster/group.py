@@ -6,7 +6,8 @@ has vanished. (Gloo's own ``abort`` frees nobody; with NCCL, ``abort`` does, whi
 
 Nobody ever waits for a *send*: Gloo forgets a send whose socket breaks while it is being written, and
 whoever waits for it waits for ever. (Its collectives do that inside, so they are not used.) It is not
-needed either. A vote that succeeds proves that all that was sent before it has arrived.
+needed either. A vote that succeeds proves that all that was sent before it has arrived. Receives can be
+forgotten too: ``waiter`` waits for them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import torch.distributed as dist
 
 from holdfast.cluster import membership, silence
 from holdfast.cluster.membership import Generation
+from holdfast.cluster.waiter import wait_for
 from holdfast.errors import Broken
 
 CONNECT = timedelta(seconds=60)  # after that an abandoned attempt to connect cleans itself up
-WAIT = timedelta(days=7)  # a slow peer is not a dead one: heartbeats tell them apart, and answers of its machine
 
 Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
 SUM_TAG = 0
@@ -85,7 +86,7 @@ class Group:
                 for peer, tensor, tag in sends:
                     self._sent.append(self._backend.send([tensor], peer, tag))
         except RuntimeError as e:
-            broken = self._gave_up(e)
+            broken = self._give_up(e)
             self.drain(works)
             raise broken from e
         return works
@@ -99,7 +100,7 @@ class Group:
                 for peer, tensor, tag in sends:
                     works.append(self._backend.send([tensor], peer, tag))
         except RuntimeError as e:
-            raise self._gave_up(e) from e
+            raise self._give_up(e) from e
         return works
 
     def keep(self, works: Sequence[Any]) -> None:
@@ -108,11 +109,8 @@ class Group:
 
     def drain(self, receives: Sequence[Any]) -> None:
         """After an abort: waits until none of these writes into its tensor any more."""
-        for work in receives:
-            try:
-                work.wait(WAIT)
-            except RuntimeError:
-                pass
+        if receives:
+            wait_for(receives, failed=lambda error: None, over=lambda: True)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -126,13 +124,17 @@ class Group:
 
     def finish(self, receives: Sequence[Any]) -> None:
         """Waits for posted receives, all of them even if one fails: none writes into its tensor later."""
-        for number, work in enumerate(receives):
-            try:
-                work.wait(WAIT)
-            except RuntimeError as e:
-                broken = self._gave_up(e)
-                self.drain(receives[number + 1 :])
-                raise broken from e
+        errors: list[Exception] = []
+
+        def failed(error: Exception) -> None:
+            errors.append(error)
+            self._give_up(error)  # at once: the others are not waited for in vain
+
+        if receives:
+            wait_for(receives, failed=failed, over=lambda: self._broken is not None)
+        if errors:
+            assert self._broken is not None
+            raise Broken(self._broken) from errors[0]
         self.check()
 
     def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None) -> None:
@@ -159,7 +161,7 @@ class Group:
         self.sum(ballot)
         del self._sent[:before]
 
-    def _gave_up(self, error: Exception) -> Broken:
+    def _give_up(self, error: Exception) -> Broken:
         self.abort(f"lost touch with a peer: {str(error).splitlines()[0][:200]}")
         assert self._broken is not None
         return Broken(self._broken)

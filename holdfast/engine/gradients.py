@@ -15,10 +15,15 @@ ALIGNMENT = 16  # elements: a cache line of float32
 
 @dataclass(eq=False)
 class Slab:
-    """One flat gradient of a bucket, and its parameters' views into it."""
+    """A gradient of each of a bucket's parameters, which may lie side by side, as they are sent."""
 
-    flat: torch.Tensor
     views: list[torch.Tensor]
+    memory: torch.Tensor | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        assert self.memory is not None, "only what is flat can be sent"
+        return self.memory
 
 
 @dataclass(eq=False)
@@ -46,18 +51,19 @@ class Bucket:
         for p in self.parameters:
             views.append(flat[start : start + p.numel()].view_as(p))
             start += _padded(p)
-        return Slab(flat, views)
+        return Slab(views, flat)
 
     def gather(self) -> Slab:
-        """Copies the parameters' gradients into a slab; one that was not used has a gradient of zero."""
-        slab = self.take()
-        pairs = zip(slab.views, self.parameters, strict=True)
-        used = [(view, p.grad) for view, p in pairs if p.grad is not None]
-        if len(used) < len(self.parameters):
-            slab.flat.zero_()
-        if used:
-            torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
-        return slab
+        """Takes the parameters' gradients as they are; one that was not used has a gradient of zero."""
+        return Slab([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+
+    def flatten(self, slab: Slab) -> Slab:
+        """Side by side, so that slices can be sent."""
+        if slab.memory is not None:
+            return slab
+        flat = self.take()
+        torch._foreach_copy_(flat.views, slab.views)
+        return flat
 
     def attach(self, slab: Slab) -> None:
         """Makes the slab the parameters' gradients."""
@@ -69,8 +75,9 @@ class Bucket:
             p.grad = None
 
     def add(self, left: Slab, right: Slab) -> Slab:
-        left.flat.add_(right.flat)
-        self.free.append(right)
+        torch._foreach_add_(left.views, right.views)
+        if right.memory is not None:
+            self.free.append(right)
         return left
 
     def receiving(self, elements: int) -> torch.Tensor:

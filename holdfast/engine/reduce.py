@@ -128,6 +128,7 @@ class Reduction:
         base = FIRST_TAG + bucket.number * TAGS
         receives = [(rank, room[i], base + k) for i, (rank, k) in enumerate(foreign) if width]
         stack = self._adders[position].stack
+        stack[:] = [(node, bucket.flatten(slab)) for node, slab in stack]
         sends = [
             (rank, slab.flat[parts[rank]], base + k)
             for rank in others
@@ -194,10 +195,14 @@ class Reduction:
         """Gives the slabs back, whether the attempt ended well or broke."""
         self._stop_thread()
         for bucket, adder, total in zip(self.buckets, self._adders, self._sums, strict=True):
+            if self._error is not None:  # a receive may be left that was not seen to fail: not into memory of ours
+                bucket.scratch = None
+                bucket.forget()
+                continue
             slabs = {id(slab): slab for _, slab in adder.stack}
             if total is not None:
                 slabs[id(total)] = total
-            bucket.free.extend(slabs.values())
+            bucket.free.extend(slab for slab in slabs.values() if slab.memory is not None)
             bucket.forget()
 
     def _stop_thread(self) -> None:

@@ -24,7 +24,7 @@ from holdfast.plan.place import place
 from holdfast.plan.planner import Plan, Shortage, make_plan
 from holdfast.plan.profile import LayerCost, Profile
 from holdfast.plan.stock import Stock, stock_of
-from holdfast.plan.template import Templates
+from holdfast.plan.template import Template, Templates
 from holdfast.words import count
 
 SLACK = 0.02  # a step that is so much longer is as good, if less has to be sent for it
@@ -158,26 +158,49 @@ def _longest_run(layers: Collection[int]) -> range:
 
 
 def _alike(job: _Job, fixed: Bounds) -> tuple[tuple[Line, ...], list[str]]:
-    """Pipelines of the same stages, as many as there are workers for."""
+    """Pipelines of the same stages, as many as there are workers for.
+
+    Who is left over waits, unless there are too few copies of the layers: those are worth more than equal stages.
+    """
     cut = best_merge(fixed, len(job.crew), job.profile)
     assert cut is not None, "there are enough workers"
-    roles = tuple(range(first, stop) for first, stop in itertools.pairwise(cut))
-    number = len(job.crew) // len(roles)
-    placed = place(roles * number, job.crew, job.held, [_layer(size) for size in job.sizes])
+    roles, number = _roles(cut), len(job.crew) // (len(cut) - 1)
+    over = len(job.crew) % len(roles)
+    short = best_merge(fixed, over, job.profile) if over and number <= job.tolerate else None
+    rest = () if short is None else _roles(short)
+    placed = place(roles * number + rest, job.crew, job.held, [_layer(size) for size in job.sizes])
     ranks = [job.ranks[worker] for worker in placed.nodes]
-    template = stock_of(job.profile).template(len(roles)) if job.profile and cut == fixed and len(cut) > 2 else None
-    if template is not None and template.roles != roles:
-        template = None
-    groups = sorted(tuple(ranks[first : first + len(roles)]) for first in range(0, len(ranks), len(roles)))
-    lines = tuple(Line(ranks=group, layers=roles, template=template) for group in groups)
+    groups = sorted(tuple(ranks[first : first + len(roles)]) for first in range(0, number * len(roles), len(roles)))
+    template = None if rest else _template(job, fixed, cut)
+    lines = [Line(ranks=group, layers=roles, template=template) for group in groups]
+    if rest:
+        lines.append(Line(ranks=tuple(ranks[number * len(roles) :]), layers=rest))
+    return tuple(lines), _words_of(fixed, roles, rest, number, len(placed.spares))
+
+
+def _roles(cut: Bounds) -> tuple[range, ...]:
+    return tuple(range(first, stop) for first, stop in itertools.pairwise(cut))
+
+
+def _template(job: _Job, fixed: Bounds, cut: Bounds) -> Template | None:
+    """How long such a pipeline takes, if that is known."""
+    if job.profile is None or cut != fixed or len(cut) <= 2:
+        return None
+    template = stock_of(job.profile).template(len(cut) - 1)
+    return template if template is not None and template.roles == _roles(cut) else None
+
+
+def _words_of(fixed: Bounds, roles: tuple[range, ...], rest: tuple[range, ...], number: int, spares: int) -> list[str]:
     if len(roles) == len(fixed) - 1 == 1:
-        return lines, [ALONE]
+        return [ALONE]
     words = [f"{count(number, 'pipeline')} of {count(len(roles), 'worker')}"]
-    if cut != fixed:
+    if len(roles) < len(fixed) - 1:
         words.append(f"{count(len(fixed) - 1, 'stage')} merged into {len(roles)}: there are no more workers")
-    if placed.spares:
-        words.append(f"{count(len(placed.spares), 'worker')} left over: a pipeline takes {len(roles)}")
-    return lines, words
+    if rest:
+        words.append(f"{count(len(rest), 'worker')} left over with stages merged: for a copy of every layer")
+    if spares:
+        words.append(f"{count(spares, 'worker')} left over: a pipeline takes {len(roles)}")
+    return words
 
 
 def _layer(size: int) -> LayerCost:

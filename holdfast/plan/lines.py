@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,7 +82,7 @@ class Layout:
 def _shares(lines: tuple[Line, ...], micro_batches: int) -> list[range]:
     templates = [line.template for line in lines if line.template is not None]
     if len(templates) < len(lines):
-        return shares(micro_batches, len(lines))
+        return _by_workers(lines, micro_batches)
     # In a step with too few for all, those get one that are fastest with one.
     order = sorted(range(len(lines)), key=lambda number: (templates[number].seconds(1), number))
     busy = sorted(order[:micro_batches])
@@ -91,6 +92,13 @@ def _shares(lines: tuple[Line, ...], micro_batches: int) -> list[range]:
             counts[number] = count
     ends = [sum(counts[: number + 1]) for number in range(len(lines))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _by_workers(lines: tuple[Line, ...], micro_batches: int) -> list[range]:
+    """Without knowing better: a pipeline of twice the workers is twice as fast."""
+    each = shares(micro_batches, sum(len(line.ranks) for line in lines))
+    first = list(itertools.accumulate((len(line.ranks) for line in lines), initial=0))
+    return [range(each[a].start, each[b - 1].stop) for a, b in itertools.pairwise(first)]
 
 
 def side_by_side(layers: int, size: int, *, reason: str = "") -> Layout:

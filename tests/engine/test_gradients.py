@@ -58,7 +58,7 @@ def test_an_unused_parameter_has_a_gradient_of_zero() -> None:
     used.flat.fill_(9.0)  # what an earlier step has left behind
     bucket.free.append(used)
     model.bias.grad = torch.ones(2)
-    slab = bucket.gather()
+    slab = bucket.flatten(bucket.gather())
     assert slab is used
     assert slab.views[0].tolist() == [1.0] * 2
     assert slab.views[1].tolist() == [[0.0] * 3] * 2
@@ -78,6 +78,14 @@ def test_slabs_are_used_again() -> None:
     assert bucket.add(left, right) is left
     assert left.views[0].tolist() == [3.0] * 4
     assert bucket.take() is right
+
+
+def test_gradients_are_not_copied_until_they_are_sent() -> None:
+    (bucket,) = make_buckets([((0,), [nn.Parameter(torch.zeros(4))])])
+    bucket.parameters[0].grad = torch.ones(4)
+    slab = bucket.gather()
+    assert slab.views[0] is bucket.parameters[0].grad
+    assert bucket.flatten(slab).flat[:4].tolist() == [1.0] * 4
 
 
 def test_room_for_receiving_grows_and_is_kept() -> None:
