@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -122,7 +122,7 @@ class Group:
         if grouped:
             self._sent.append(self._backend._end_coalescing(torch.device("cuda")))
 
-    def finish(self, receives: Sequence[Any]) -> None:
+    def finish(self, receives: Iterable[Any]) -> None:
         """Waits for posted receives, all of them even if one fails: none writes into its tensor later."""
         errors: list[Exception] = []
 
@@ -130,11 +130,12 @@ class Group:
             errors.append(error)
             self._give_up(error)  # at once: the others are not waited for in vain
 
-        if receives:
+        if receives != []:
             wait_for(receives, failed=failed, over=lambda: self._broken is not None)
+        if errors and not isinstance(errors[0], RuntimeError | Broken):
+            raise errors[0]  # no peer's fault
         if errors:
-            assert self._broken is not None
-            raise Broken(self._broken) from errors[0]
+            raise Broken(self._broken or "") from errors[0]
         self.check()
 
     def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None) -> None:

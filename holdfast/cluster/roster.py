@@ -73,6 +73,7 @@ class Roster:
         self._resumable = False  # a lost state can be had again from a checkpoint
         self._breaking = False
         self._errors: list[str] = []
+        self._last_words = ""  # why the run is about to end
         self._lost: list[tuple[str, float]] = []  # whose loss the next generation recovers from, and when
         self._next_host = first_host  # higher after each restart: a number is never given twice
 
@@ -190,7 +191,7 @@ class Roster:
 
     def nobody_left_on(self, host: Host, reason: str) -> None:
         if not self.workers:
-            self.stop(3, f"too few workers: {reason}")
+            self.stop(3, self._last_words or f"too few workers: {reason}")
         else:  # the run goes on without this machine
             host.send({"type": "stop", "code": 3, "message": f"too few workers: {reason}"})
 
@@ -254,8 +255,8 @@ class Roster:
         """Nobody has the state: from the last checkpoint on whatever there is, or it is the end."""
         if not self._resumable:
             # Not at once: if an error in the script ended them, their agents are about to say so.
-            stop = (3, f"too few workers: {lost}, and nobody is left who holds {what}")
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.stop, *stop)
+            self._last_words = f"too few workers: {lost}, and nobody is left who holds {what}"
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.stop, 3, self._last_words)
         elif self._readiness(names).ready:
             self._begin(names, f"{lost}: begin again from the last checkpoint")
 
@@ -275,6 +276,10 @@ class Roster:
                 host.send({"type": "recovered"})
             what = "some of the layers, nor is there a checkpoint folder" if standings else "the model"
             self._begin_again(self._waiting(), f"{lost} lost", what)
+            return
+        if lost_units(standings.values()):  # the run is over: all had voted for its end, and the others are gone
+            for name in standings:
+                self.workers.pop(name).send({"type": "stop", "code": 0, "message": "the run is finished"})
             return
         waiting = [] if self.finishing else self._waiting()
         composition = compose.compose(standings=standings, waiting=waiting, target=self._target())

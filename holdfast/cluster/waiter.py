@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +23,11 @@ GRACE = 0.1  # seconds after the end in which a receive that was not forgotten h
 _idle: deque[_Waiter] = deque()
 
 
-def wait_for(works: Sequence[Any], *, failed: Callable[[Exception], None], over: Callable[[], bool]) -> None:
+def wait_for(works: Iterable[Any], *, failed: Callable[[Exception], None], over: Callable[[], bool]) -> None:
     """Returns when all receives are done or have failed; or, once it is ``over``, when they have had their time.
 
-    ``failed`` is called, in another thread, with each failure as it comes.
+    ``failed`` is called, in another thread, with each failure as it comes; ``works`` is gone through there too, so
+    that what comes may decide on what to wait for next.
     """
     waiter = _idle.pop() if _idle else _Waiter()
     done = threading.Lock()
@@ -49,10 +50,17 @@ class _Waiter:
     def _serve(self) -> None:
         while True:
             works, failed, done = self.orders.get()
-            for work in works:
-                try:
-                    work.wait(LONGEST)
-                except RuntimeError as e:
-                    failed(e)
+            try:
+                for work in works:
+                    _wait(work, failed)
+            except Exception as e:  # what decides on the next one has failed
+                failed(e)
             del works, failed
             done.release()
+
+
+def _wait(work: Any, failed: Callable[[Exception], None]) -> None:
+    try:
+        work.wait(LONGEST)
+    except RuntimeError as e:
+        failed(e)

@@ -8,7 +8,7 @@ nobody has to wake up in order that it can be sent. One that is different waits 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,27 +94,33 @@ class Inbox:
 
     def take(self) -> Any:
         """The next value, once all of it is here."""
+        found: list[tuple[Description, _Room]] = []
+        self._group.finish(self._arrivals(found))
+        ((description, room),) = found
+        self._header = self._ask_for_header()
+        if description.number == self._last and len(self._rooms) < UNCLAIMED:
+            self._rooms[description.number] = self._make_room(description)
+        self._last = description.number
+        return description.assemble(room.tensors)
+
+    def _arrivals(self, found: list[tuple[Description, _Room]]) -> Iterator[Any]:
+        """What to wait for, one after the other: only the header tells what comes after it."""
         header, works = self._header
         self._header = (header, [])  # a receive that was waited for must not be waited for again
-        self._group.finish(works)
+        yield from works
+        self._group.check()
         number, length = header.tolist()
         if length:
-            self._known[number] = self._read_description(number, length)
+            letters = torch.zeros(length, dtype=torch.uint8, device=self._device)
+            yield from self._group.start([], [(self._peer, letters, self._tag)])
+            self._group.check()
+            encoded, facts = json.loads(letters.cpu().numpy().tobytes())
+            self._known[number] = Description(number=number, encoded=encoded, facts=facts)
             forget_oldest(self._known)
         description = self._known[number]
         room = self._rooms.pop(number, None) or self._make_room(description)
-        self._group.finish(room.works)
-        self._header = self._ask_for_header()
-        if number == self._last and len(self._rooms) < UNCLAIMED:
-            self._rooms[number] = self._make_room(description)
-        self._last = number
-        return description.assemble(room.tensors)
-
-    def _read_description(self, number: int, length: int) -> Description:
-        letters = torch.zeros(length, dtype=torch.uint8, device=self._device)
-        self._group.finish(self._group.start([], [(self._peer, letters, self._tag)]))
-        encoded, facts = json.loads(letters.cpu().numpy().tobytes())
-        return Description(number=number, encoded=encoded, facts=facts)
+        found.append((description, room))
+        yield from room.works
 
     def _make_room(self, description: Description) -> _Room:
         tensors = description.room(self._device)
