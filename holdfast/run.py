@@ -20,23 +20,23 @@ from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, alone
 from holdfast.cluster.membership import Membership, Solo
+from holdfast.data.fetch import Dataset
 from holdfast.data.order import Order
-from holdfast.engine.engine import Dataset, Engine, Loss, label_of
+from holdfast.engine.engine import Engine, Loss, label_of
 from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_write
-from holdfast.engine.profile.measure import difference, read_facts
 from holdfast.engine.state import State
 from holdfast.engine.statistics import refuse_running_statistics
 from holdfast.engine.update import Schedule, Update
 from holdfast.errors import UsageError
-from holdfast.plan.profile import Profile
 from holdfast.plan.tree import tree_sum
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.gather import gather_sha256, write_model
 from holdfast.recovery.saver import Saver, Settings
-from holdfast.words import count, parse_size
+from holdfast.settings import bytes_of, check_batches, check_layout, check_settings, choose_device, profile_of
+from holdfast.words import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +108,14 @@ class Run:
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
         device: str | torch.device | None = None,
     ) -> None:
-        _check_settings(numerics, seed)
-        _check_layout(tolerate, stages, memory, profile)
-        _check_batches(data, global_batch, micro_batch)
+        check_settings(numerics, seed)
+        check_layout(tolerate, stages, memory, profile)
+        check_batches(data, global_batch, micro_batch)
         exact = numerics == "exact"
         if exact:  # sums inside an operator depend on the number of threads
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         keep_freed_memory()
-        chosen = _choose_device(device)
+        chosen = choose_device(device)
         model = LayeredModel(layers, seed=seed, device=chosen)
         if exact:
             refuse_running_statistics(model.module)
@@ -139,8 +139,8 @@ class Run:
         wishes = Wishes(
             tolerate=1 if tolerate is None else tolerate,
             stages=stages,
-            memory=_bytes(memory),
-            profile=_read_profile(profile, self.engine),
+            memory=bytes_of(memory),
+            profile=profile_of(profile, self.engine),
         )
         self._arranger = Arranger(self.engine, self._state, self._events, wishes, self._saver or None)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
@@ -331,70 +331,6 @@ class Run:
 
         self._cohort.commit(Operation(kind=Kind.HASH, attempt=attempt))
         return found[0]
-
-
-def _bytes(memory: int | str | None) -> int | None:
-    return parse_size(memory) if isinstance(memory, str) else memory
-
-
-def _read_profile(path: str | os.PathLike[str] | None, engine: Engine) -> Profile | None:
-    """A profile that was measured before, if it is one of this run."""
-    if path is None:
-        return None
-    profile = Profile.read(Path(path))
-    if (reason := difference(profile, read_facts(engine)[0], engine.model)) is not None:
-        raise UsageError(f"{path}: {reason}", hint="make a new one: holdfast profile SCRIPT")
-    return profile
-
-
-def _check_settings(numerics: str, seed: int) -> None:
-    if numerics not in ("exact", "fast"):
-        raise UsageError(f"numerics={numerics!r} is not known", hint="'exact' or 'fast'")
-    if seed < 0:
-        raise UsageError("seed cannot be negative")
-
-
-def _check_layout(tolerate: Any, stages: Any, memory: Any, profile: Any) -> None:
-    if tolerate is not None and (type(tolerate) is not int or tolerate < 0):
-        raise UsageError(f"tolerate={tolerate!r} is no number of losses", hint="0, 1, 2 …")
-    counts = stages if isinstance(stages, list | tuple) else [stages]
-    if stages is not None and (not counts or any(type(n) is not int or n < 1 for n in counts)):
-        raise UsageError(
-            f"stages={stages!r} is neither a number of stages nor the layers of each", hint="2, or [3, 3, 4]"
-        )
-    if memory is not None and (_bytes(memory) or 0) < 1:
-        raise UsageError(f"memory={memory!r} is no memory to plan with", hint="bytes, or text as in '2GB'")
-    if (memory is not None or profile is not None) and stages is not None and (stages == 1 or counts is stages):
-        raise UsageError(f"with stages={stages!r} there is nothing to plan", hint="leave out memory= and profile=")
-
-
-def _check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:
-    if global_batch < 1 or micro_batch < 1 or global_batch % micro_batch:
-        nearest = max(1, round(global_batch / max(1, micro_batch))) * max(1, micro_batch)
-        raise UsageError(
-            f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}",
-            hint=f"global_batch={nearest} would be",
-        )
-    streams = isinstance(data, torch.utils.data.IterableDataset)
-    if streams or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise UsageError(
-            "data must be map-style: len(data) and data[i]", hint="a stream has no order that can be repeated"
-        )
-    if len(data) < global_batch:
-        raise UsageError(
-            f"the data set has {len(data)} samples, fewer than global_batch={global_batch}",
-            hint=f"global_batch={len(data) // micro_batch * micro_batch} or less"
-            if len(data) >= micro_batch
-            else f"micro_batch={len(data)} or less",
-        )
-
-
-def _choose_device(device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():  # untested here
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
 
 
 _clients: list[Client] = []

@@ -11,6 +11,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: exactness needs
 
 from tests.harness import Result, launch
 
+PIPELINE = Path(__file__).parent / "faults" / "pipeline.py"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=3, help="random kill scenarios to run in tests/faults")
@@ -27,5 +29,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory):
             environment = {"STEPS": str(steps), "NUMERICS": numerics}
             known[steps, numerics] = launch(folder, workers=1, environment=environment)
         return known[steps, numerics]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory):
+    """The undisturbed run of ``tests/faults/pipeline.py`` with so many steps, on one worker that holds all layers."""
+    known: dict[int, Result] = {}
+
+    def run(steps: int) -> Result:
+        if steps not in known:
+            folder: Path = tmp_path_factory.mktemp("whole")
+            environment = {"STEPS": str(steps), "MODEL": str(folder / "model.safetensors")}
+            known[steps] = launch(folder, script=PIPELINE, workers=1, environment=environment)
+        return known[steps]
 
     return run

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.bench.race import free_port
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.events import read_events
-from holdfast.cluster.local import start_zygote
+from holdfast.cluster.local import LocalWorker, start_zygote
 
 TRAIN = Path(__file__).parent / "faults" / "train.py"
 _zygote: list[Any] = []
@@ -90,35 +92,101 @@ def launch(
     **settings: Any,
 ) -> Result:
     """One run on this machine, to its end. ``meddle`` may disturb it from outside."""
-    if not _zygote:
-        _zygote.append(start_zygote())
     said: list[str] = []
-    results = folder / "results.jsonl"
     defaults = {"heartbeat_timeout": 1.0, "log_dir": folder / "logs"}
     chosen = AgentSettings(
         command=[str(script), *(arguments or [])],
         workers=workers,
-        environment={
-            "OMP_NUM_THREADS": "1",
-            "HOLDFAST_FAULTS": faults,
-            "HOLDFAST_TRACE": "1",
-            "RESULTS": str(results),
-            **(environment or {}),
-        },
+        environment=_environment(folder, faults, environment or {}),
         **{**defaults, **settings},
     )
 
     async def run() -> int:
-        agent = Agent(chosen, zygote=_zygote[0], say=said.append)
+        agent = Agent(chosen, zygote=_zygote_number(0), say=said.append)
         job = asyncio.create_task(agent.run())
         if meddle is not None:
             await asyncio.wait_for(asyncio.gather(job, meddle(agent)), seconds)
         return await asyncio.wait_for(job, seconds)
 
-    code = asyncio.run(run())
+    return _result(folder, asyncio.run(run()), chosen.log_dir, said)
+
+
+def _environment(folder: Path, faults: str, more: dict[str, str]) -> dict[str, str]:
+    settings = {"OMP_NUM_THREADS": "1", "HOLDFAST_FAULTS": faults, "HOLDFAST_TRACE": "1"}
+    return {**settings, "RESULTS": str(folder / "results.jsonl"), **more}
+
+
+def _zygote_number(number: int) -> Any:
+    """Kept from test to test: a zygote imports torch once."""
+    while len(_zygote) <= number:
+        _zygote.append(start_zygote())
+    return _zygote[number]
+
+
+def _result(folder: Path, code: int, log_dir: Path, said: list[str]) -> Result:
+    results = folder / "results.jsonl"
     lines = results.read_text().splitlines() if results.exists() else []
-    events = list(read_events(chosen.log_dir / "events.jsonl"))
+    events = list(read_events(log_dir / "events.jsonl"))
     return Result(code=code, events=events, said=said, results=[json.loads(line) for line in lines])
+
+
+class Hosts:
+    """Several agents in one process: each is a host that may come, be asked to leave, or lose its workers."""
+
+    def __init__(self, folder: Path, said: list[str], environment: dict[str, str], settings: dict[str, Any]) -> None:
+        self.agents: list[Agent] = []
+        self.jobs: list[asyncio.Task[int]] = []
+        self.log_dir = folder / "logs"
+        self._zygotes: list[int] = []
+        self._said = said
+        self._settings = {"environment": environment, "log_dir": self.log_dir, **settings}
+
+    def start(self, workers: int) -> None:
+        """One more host. The first one has the coordinator: it must stay."""
+        settings = AgentSettings(workers=workers, **self._settings)
+        busy = {zygote for zygote, job in zip(self._zygotes, self.jobs, strict=True) if not job.done()}
+        self._zygotes.append(next(number for number in range(len(busy) + 1) if number not in busy))
+        self.agents.append(Agent(settings, zygote=_zygote_number(self._zygotes[-1]), say=self._said.append))
+        self.jobs.append(asyncio.create_task(self.agents[-1].run()))
+
+    def leave(self, number: int) -> None:
+        """As a preemption notice to that host."""
+        self.agents[number]._asked_to_stop(signal.SIGTERM)
+
+    @property
+    def workers(self) -> dict[str, LocalWorker]:
+        return {name: worker for agent in self.agents for name, worker in agent.workers.items()}
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.log_dir / "events.jsonl"
+        return list(read_events(path)) if path.exists() else []
+
+
+def launch_hosts(
+    folder: Path,
+    *,
+    script: Path,
+    workers: list[int],
+    meddle: Callable[[Hosts], Awaitable[None]],
+    environment: dict[str, str],
+    faults: str = "",
+    seconds: float = 90.0,
+    **settings: Any,
+) -> Result:
+    """One run on several hosts, to its end; the code is that of the first host."""
+    said: list[str] = []
+    given: dict[str, Any] = {"command": [str(script)], "token": "secret", "endpoint": f"127.0.0.1:{free_port()}"}
+    given |= {"minimum_hosts": len(workers), "maximum_hosts": 99, **settings}
+
+    async def run() -> int:
+        hosts = Hosts(folder, said, _environment(folder, faults, environment), given)
+        for number in workers:
+            hosts.start(number)
+        await asyncio.wait_for(asyncio.gather(hosts.jobs[0], meddle(hosts)), seconds)
+        await asyncio.wait_for(asyncio.gather(*hosts.jobs), seconds)
+        return hosts.jobs[0].result()
+
+    return _result(folder, asyncio.run(run()), folder / "logs", said)
 
 
 async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:

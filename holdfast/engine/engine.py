@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, alone
+from holdfast.data.fetch import Dataset, fetch
 from holdfast.data.order import Order
 from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.model import LayeredModel
@@ -28,14 +29,6 @@ from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.schedule import one_forward_one_backward
 
 Loss = Callable[[Any, Any], torch.Tensor]
-
-
-class Dataset(Protocol):
-    """Map-style: ``dataset[i]`` is ``(input, target)``."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 class Engine:
@@ -80,8 +73,9 @@ class Engine:
 
     def enter(self, layout: Layout, group: Group) -> None:
         """A new generation: this worker computes what its place in the layout says."""
-        if self._stage is not None:
-            self._stage.close()
+        stage, self._stage = self._stage, None  # whatever happens, it is closed once
+        if stage is not None:
+            stage.close()
         self.layout = layout
         post = post_of(layout, group.rank)
         self._stage = None if post is None else Stage(group, post, self.model.device)
@@ -170,7 +164,7 @@ class Engine:
         inputs = targets = None
         if post.is_first or post.is_last:
             seed_everything(seed_of(self.order.seed, step, index, "data"), self.model.device)
-            inputs, targets = self._fetch(self.data, samples)
+            inputs, targets = fetch(self.data, samples, self.collate, self.model.device)
         if post.is_first:
             self.used += samples
         faults.point("forward")
@@ -198,14 +192,6 @@ class Engine:
 
     def _weight(self, step: int, samples: list[int]) -> float:
         return len(samples) / self.order.batch_size(step)
-
-    def _fetch(self, data: Dataset, samples: list[int]) -> tuple[Any, Any]:
-        batch = self.collate([data[i] for i in samples])
-        if not isinstance(batch, list | tuple) or len(batch) != 2:
-            raise UsageError(
-                "dataset[i] must give (input, target)", hint="several inputs can be a tuple or dict in its place"
-            )
-        return _to(batch[0], self.model.device), _to(batch[1], self.model.device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None)
@@ -306,7 +292,7 @@ class Engine:
         inputs = targets = None
         if post.is_first or post.is_last:
             seed_everything(seed_of(self.order.seed, "evaluation", index), self.model.device)
-            inputs, targets = self._fetch(data, samples)
+            inputs, targets = fetch(data, samples, self.collate, self.model.device)
 
         def compute(x: Any) -> Any:
             with self._autocast():
@@ -325,18 +311,6 @@ class Engine:
         finally:
             self.model.module.train()
             seed_everything(seed_of(self.order.seed, "evaluated"), self.model.device)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_to(item, device) for item in value)
-    return value
 
 
 def label_of(module: nn.Module, order: Order, **settings: Any) -> str:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.cluster.group import Group
 from holdfast.engine.pipe import BACKWARD_TAG, FORWARD_TAG, Inbox, Outbox
+from holdfast.errors import Broken
 from holdfast.plan.layout import Layout, Role
 
 WINDOW = 4  # micro-batches that may be under way between two stages while evaluating
@@ -73,7 +74,12 @@ class Stage:
         self._returned: dict[int, list[Any]] = {}  # gradients sent to the stage before that may not be there yet
         before, behind = post.before, post.behind
         self._inputs = None if before is None else Inbox(group, before, FORWARD_TAG, device)
-        self._gradients = None if behind is None else Inbox(group, behind, BACKWARD_TAG, device)
+        try:
+            self._gradients = None if behind is None else Inbox(group, behind, BACKWARD_TAG, device)
+        except Broken:
+            if self._inputs is not None:
+                self._inputs.close()
+            raise
         self._outputs = None if behind is None else Outbox(group, behind, FORWARD_TAG, device)
         self._back = None if before is None else Outbox(group, before, BACKWARD_TAG, device)
 

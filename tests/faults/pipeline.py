@@ -4,8 +4,10 @@ The first and the last layer share a weight; lengths change from micro-batch to 
 last micro-batch are ragged. Settings come from the environment, as in ``train.py``.
 """
 
+import itertools
 import json
 import os
+import signal
 import time
 from typing import Any
 
@@ -147,23 +149,28 @@ def make_layers() -> list[nn.Module]:
     return [embed, Places(), *mixing, Split(), Turn(), Join(), head]
 
 
-def turn_deaf(worker: str, count: int) -> None:
-    """That worker's vote number ``count`` is heard by the others, but it hears nothing: the generation breaks first."""
-    if os.environ.get("HOLDFAST_WORKER") != worker:
-        return
-    votes = []
+def meddle_with_votes(plan: str) -> None:
+    """What no phase can say, as in "deaf 0.0 5; die 0.1 5": something happens to a worker in its vote number 5.
+
+    Who is deaf is heard by the others, but hears nobody until the generation breaks; who dies has heard all.
+    """
+    wanted = [part.split() for part in plan.split(";") if part.strip()]
+    mine = {int(count): what for what, worker, count in wanted if worker == os.environ.get("HOLDFAST_WORKER")}
+    votes = itertools.count(1)
     real = Group.vote
 
     def vote(group: Group, ballot: Tensor) -> None:
-        votes.append(group)
-        if len(votes) != count:
+        what = mine.get(next(votes))
+        if what != "deaf":
             real(group, ballot)
-            return
-        others = [rank for rank in range(group.size) if rank != group.rank]
-        group.start([(rank, ballot.clone(), 0) for rank in others], [])
-        while True:
-            time.sleep(0.002)
-            group.check()
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "deaf":
+            others = [rank for rank in range(group.size) if rank != group.rank]
+            group.start([(rank, ballot.clone(), 0) for rank in others], [])
+            while True:
+                time.sleep(0.002)
+                group.check()
 
     Group.vote = vote  # type: ignore[method-assign]
 
@@ -171,9 +178,8 @@ def turn_deaf(worker: str, count: int) -> None:
 def main() -> None:
     setting = os.environ.get
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
-    if setting("DEAF"):  # as in 0.1:5
-        worker, _, count = setting("DEAF", "").partition(":")
-        turn_deaf(worker, int(count))
+    if setting("VOTES"):
+        meddle_with_votes(setting("VOTES", ""))
     run = holdfast.Run(
         layers=make_layers(),
         loss=loss,
@@ -204,6 +210,7 @@ def main() -> None:
     if setting("MODEL"):
         run.save_model(setting("MODEL", ""))
     found = {"sha256": run.sha256(), "weights": run.sha256(weights_only=True), "values": values}
+    found["model"] = setting("MODEL")
     line = json.dumps({"worker": setting("HOLDFAST_WORKER"), "pid": os.getpid(), **found})
     with open(os.environ["RESULTS"], "a") as results:
         results.write(line + "\n")

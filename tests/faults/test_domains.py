@@ -159,6 +159,23 @@ def test_the_link_of_a_host_is_cut(tmp_path: Path, undisturbed, three: Machines,
     assert "the coordinator at 10.77.0.2:29700 is gone for 4 s" in (tmp_path / "2" / "logs" / "agent.txt").read_text()
 
 
+def test_a_host_whose_link_comes_back_joins_again(
+    tmp_path: Path, undisturbed, three: Machines, request: pytest.FixtureRequest
+) -> None:
+    if request.config.getoption("--soak") < 10:
+        pytest.skip("ten seconds more: --soak 10 runs it")
+    start_all(three, tmp_path, STEPS="150", STAGES="3", TOLERATE="1", WANTED="6")
+    three.cut(2)
+    wait_until("the others go on", lambda: collect(tmp_path).of("recovery"))
+    three.mend(2)
+    assert [three.wait(machine) for machine in range(3)] == [0, 0, 0]
+    result = collect(tmp_path)
+    assert len(result.results) == 6
+    assert result.sha256 == undisturbed(150).sha256
+    assert len(workers_of(result, "m2")) == 4, "two that were given up, two that took their places"
+    assert all(len(hosts) >= 2 for hosts in hosts_of_layers(result, result.of("generation")[-1]["number"]).values())
+
+
 def test_missing_layers_come_at_the_speed_of_the_link(tmp_path: Path) -> None:
     """Two of the three that hold the second stage are lost: another worker gets its layers over its link."""
     faults = "; ".join(f"kill worker={host}.1 step=5 phase=forward" for host in (1, 2))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from holdfast.data.fetch import fetch
 from holdfast.engine.engine import Engine
 from holdfast.engine.rng import seed_everything, seed_of, seed_torch
 from holdfast.errors import UsageError
@@ -27,7 +28,7 @@ Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 def micro_batch(engine: Engine) -> tuple[Any, Any]:
     """Inputs and targets of the run's first micro-batch, which is never a ragged one."""
     seed_everything(seed_of(engine.order.seed, 0, 0, "data"), engine.model.device)
-    return engine._fetch(engine.data, engine.order.samples(0, 0))
+    return fetch(engine.data, engine.order.samples(0, 0), engine.collate, engine.model.device)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

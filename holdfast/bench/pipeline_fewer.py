@@ -1,0 +1,213 @@
+"""Fewer and fewer workers: step times against a restart's and the planner's promise, and how long a loss stops all."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.bench.pipeline_losses import Course, Losses, choose_grid, replanned, restarted
+from holdfast.bench.pipeline_speed import Say, estimate
+from holdfast.bench.pipeline_start import Contestant, Shape, can_limit, environment
+from holdfast.bench.report import Bar, spread
+from holdfast.engine.profile.links import measure_inside
+from holdfast.errors import HoldfastError
+from holdfast.plan.profile import Profile
+from holdfast.words import size_text
+
+BEYOND_MS = 150.0  # that a recovery may take beside the redone step and the transfer,
+LINK_SHARE = 0.7  # which has to reach this much of the link
+OURS, THEIRS = "holdfast", "restart"
+LIGHT = Shape(model="waiting", layers=12, micro_batches=12)
+HEAVY = Shape(model="waiting", layers=12, micro_batches=8, width=1024)  # 12.6 MB to send for a layer
+TWO_LOSSES = Losses(after=(9, 15), last=20)
+ONE_LOSS = Losses(after=(6,), last=10)
+Courses = dict[str, list[Course]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Who is lost when: of ``workers``, of which a pipeline takes at least ``minimum``."""
+
+    shape: Shape = LIGHT
+    workers: int = 6
+    minimum: int = 2
+    losses: Losses = TWO_LOSSES
+    heavy: Shape = HEAVY
+    heavy_workers: int = 4
+    heavy_losses: Losses = ONE_LOSS
+    gigabits: int = 2  # of the link that the heavy ones share
+
+
+def race(sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Both systems lose as many workers after the same steps; then layers are sent over a slow link."""
+    profile = make_profile(sizes.shape, sizes.minimum, folder / "profile")
+    courses: Courses = {OURS: [], THEIRS: []}
+    for number in range(rounds):
+        for name in (OURS, THEIRS) if number % 2 == 0 else (THEIRS, OURS):
+            course = _one(name, sizes, profile, folder / f"{name}-{number}", number)
+            courses[name].append(course)
+            say(f"fewer workers, round {number + 1}/{rounds}: {name}: {told(course)}")
+    bandwidth = measure_inside().link.bandwidth
+    beyond = [each for course in courses[OURS] for each in beyond_ms(course, bandwidth)]
+    results = {**_rows(sizes, courses, profile)}
+    bars = {**_bars(sizes, courses), "ms beyond the redone step and the transfer": _at_most(beyond)}
+    if can_limit():
+        more, beyond = _heavy(sizes, rounds, folder / "heavy", say)
+        results |= more
+        bars[f"the same on {sizes.gigabits} Gbit/s"] = _at_most(beyond)
+    return results, bars
+
+
+def _one(name: str, sizes: Sizes, profile: Profile, folder: Path, seed: int) -> Course:
+    if name == OURS:
+        ours = Contestant(system="holdfast", workers=sizes.workers, stages=(1,), options=_options(profile, folder))
+        return replanned(ours, sizes.shape, losses=sizes.losses, folder=folder, seed=seed)
+    return restarted(
+        sizes.shape, workers=sizes.workers, minimum=sizes.minimum, losses=sizes.losses, folder=folder, seed=seed
+    )
+
+
+def _heavy(sizes: Sizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], list[float]]:
+    """Large layers, and a link on which sending them takes time."""
+    profile = make_profile(sizes.heavy, sizes.minimum, folder / "profile")
+    courses = []
+    for number in range(rounds):
+        at = folder / str(number)
+        ours = Contestant(
+            system="holdfast",
+            workers=sizes.heavy_workers,
+            stages=(1,),
+            options=_options(profile, at),
+            rate=f"{sizes.gigabits}gbit",
+        )
+        courses.append(replanned(ours, sizes.heavy, losses=sizes.heavy_losses, folder=at, seed=number))
+        say(f"large layers, round {number + 1}/{rounds}: {told(courses[-1])}")
+    bandwidth = sizes.gigabits * 1e9 / 8
+    left = sizes.heavy_workers - 1
+    sent = max(course.received.get(left, 0) for course in courses)
+    row = {
+        "step_ms": _ms([course.step_s[left] for course in courses]),
+        "back_ms": _ms([course.back_s[left] for course in courses]),
+        "note": f"up to {size_text(sent)} sent to a worker",
+    }
+    title = f"{left} workers, waiting, {sizes.gigabits} Gbit/s: holdfast"
+    return {title: row}, [each for course in courses for each in beyond_ms(course, bandwidth)]
+
+
+# --- the plan ----------------------------------------------------------------------------------------
+
+
+def make_profile(shape: Shape, minimum: int, folder: Path) -> Profile:
+    """As ``holdfast profile`` measures it, for workers of which a pipeline takes at least ``minimum``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = (folder / "profile.json").absolute()
+    script = ["-m", "holdfast.bench.pipeline_train", *shape.arguments()]
+    command = [sys.executable, "-m", "holdfast.cli", "profile", "--fresh", "-o", str(target), *script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, cwd=folder)
+    if done.returncode:
+        raise HoldfastError(f"the model could not be profiled: {done.stderr[-2000:]}")
+    profile = Profile.from_json(json.loads(target.read_text()))
+    return replace(profile, memory=memory_for(profile, minimum))
+
+
+def memory_for(profile: Profile, minimum: int) -> int:
+    """Bytes of a worker so that fewer than ``minimum`` of them cannot hold all layers.
+
+    >>> from holdfast.plan.profile import uniform
+    >>> memory_for(uniform(12, weight_bytes=10, saved_bytes=0), 2)
+    440
+    """
+    largest = max(layer.resident_bytes + 2 * minimum * layer.saved_bytes for layer in profile.layers)
+    return largest * (len(profile.layers) // (minimum - 1) - 1)
+
+
+def _options(profile: Profile, folder: Path) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.absolute() / "profile.json"
+    path.write_text(json.dumps(profile.to_json()))
+    return ["--profile", str(path), "--memory", str(profile.memory), "--tolerate", "1"]
+
+
+# --- results -----------------------------------------------------------------------------------------
+
+
+def told(course: Course) -> str:
+    """In words.
+
+    >>> told(Course(step_s={3: 0.1, 2: 0.2}, back_s={2: 0.5}))
+    '3 workers 100 ms a step, 2 workers 200 ms a step after 500 ms'
+    """
+    return ", ".join(
+        f"{left} workers {1000 * step:.0f} ms a step"
+        + (f" after {1000 * course.back_s[left]:.0f} ms" if left in course.back_s else "")
+        for left, step in course.step_s.items()
+    )
+
+
+def beyond_ms(course: Course, bandwidth: float) -> list[float]:
+    """What each recovery took beside the redone step and the transfer at the share of the link that is asked for.
+
+    >>> beyond_ms(Course(step_s={3: 0.1, 2: 0.2}, back_s={2: 0.5}, received={2: 700}), bandwidth=10_000.0)
+    [200.0]
+    """
+    return [
+        round(1000 * (back - course.step_s[left] - course.received.get(left, 0) / (LINK_SHARE * bandwidth)), 3)
+        for left, back in course.back_s.items()
+    ]
+
+
+def _rows(sizes: Sizes, courses: Courses, profile: Profile) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for left in courses[OURS][0].step_s:
+        ours, theirs = ([course.step_s[left] for course in courses[name]] for name in (OURS, THEIRS))
+        promised, layout = estimate(profile, workers=left, micro_batches=sizes.shape.micro_batches, tolerate=1)
+        grid = choose_grid(
+            layers=sizes.shape.layers, workers=left, minimum=sizes.minimum, micro_batches=sizes.shape.micro_batches
+        )
+        results[f"{left} workers, waiting: {OURS}"] = {
+            "step_ms": _ms(ours),
+            "of_pipelining": spread([a / b for a, b in zip(theirs, ours, strict=True)]),
+            "of_estimate": spread([promised / each for each in ours]),
+            **_back(courses[OURS], left),
+            "note": layout.reason,
+        }
+        note = f"{grid.pipelines} x {len(grid.stages)}"
+        if left in courses[THEIRS][0].starting_s:
+            starting = statistics.median(course.starting_s[left] for course in courses[THEIRS])
+            note += f"; {1000 * starting:.0f} ms until interpreters and imports are there"
+        results[f"{left} workers, waiting: {THEIRS}"] = {
+            "step_ms": _ms(theirs),
+            **_back(courses[THEIRS], left),
+            "note": note,
+        }
+    return results
+
+
+def _back(courses: Sequence[Course], left: int) -> dict[str, Any]:
+    return {"back_ms": _ms([course.back_s[left] for course in courses])} if left in courses[0].back_s else {}
+
+
+def _bars(sizes: Sizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Bar]:
+    """On one worker less a grid leaves somebody idle; and whoever restarts is told how long interpreters took."""
+    left = sizes.workers - 1
+    pairs = list(zip(courses[THEIRS], courses[OURS], strict=True))
+    steps = [theirs.step_s[left] / ours.step_s[left] for theirs, ours in pairs]
+    backs = [(theirs.back_s[n] - theirs.starting_s[n]) / ours.back_s[n] for theirs, ours in pairs for n in ours.back_s]
+    return {
+        f"speed on {left} workers, of the restart's": Bar(value=statistics.median(steps), bar=1.0),
+        "back after a loss: the restart without its imports, of holdfast": Bar(value=statistics.median(backs), bar=1.0),
+    }
+
+
+def _at_most(beyond: Sequence[float]) -> Bar:
+    return Bar(value=statistics.median(beyond), bar=BEYOND_MS, at_most=True)
+
+
+def _ms(seconds: Sequence[float]) -> dict[str, float]:
+    return spread([1000 * each for each in seconds])

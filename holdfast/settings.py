@@ -1,0 +1,80 @@
+"""What a user gives a ``Run``: checked before anything starts, so that a mistake is told in words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.data.fetch import Dataset
+from holdfast.engine.engine import Engine
+from holdfast.engine.profile.measure import difference, read_facts
+from holdfast.errors import UsageError
+from holdfast.plan.profile import Profile
+from holdfast.words import parse_size
+
+
+def bytes_of(memory: int | str | None) -> int | None:
+    return parse_size(memory) if isinstance(memory, str) else memory
+
+
+def profile_of(path: str | os.PathLike[str] | None, engine: Engine) -> Profile | None:
+    """A profile that was measured before, if it is one of this run."""
+    if path is None:
+        return None
+    profile = Profile.read(Path(path))
+    if (reason := difference(profile, read_facts(engine)[0], engine.model)) is not None:
+        raise UsageError(f"{path}: {reason}", hint="make a new one: holdfast profile SCRIPT")
+    return profile
+
+
+def check_settings(numerics: str, seed: int) -> None:
+    if numerics not in ("exact", "fast"):
+        raise UsageError(f"numerics={numerics!r} is not known", hint="'exact' or 'fast'")
+    if seed < 0:
+        raise UsageError("seed cannot be negative")
+
+
+def check_layout(tolerate: Any, stages: Any, memory: Any, profile: Any) -> None:
+    if tolerate is not None and (type(tolerate) is not int or tolerate < 0):
+        raise UsageError(f"tolerate={tolerate!r} is no number of losses", hint="0, 1, 2 …")
+    counts = stages if isinstance(stages, list | tuple) else [stages]
+    if stages is not None and (not counts or any(type(n) is not int or n < 1 for n in counts)):
+        raise UsageError(
+            f"stages={stages!r} is neither a number of stages nor the layers of each", hint="2, or [3, 3, 4]"
+        )
+    if memory is not None and (bytes_of(memory) or 0) < 1:
+        raise UsageError(f"memory={memory!r} is no memory to plan with", hint="bytes, or text as in '2GB'")
+    if (memory is not None or profile is not None) and stages is not None and (stages == 1 or counts is stages):
+        raise UsageError(f"with stages={stages!r} there is nothing to plan", hint="leave out memory= and profile=")
+
+
+def check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:
+    if global_batch < 1 or micro_batch < 1 or global_batch % micro_batch:
+        nearest = max(1, round(global_batch / max(1, micro_batch))) * max(1, micro_batch)
+        raise UsageError(
+            f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}",
+            hint=f"global_batch={nearest} would be",
+        )
+    streams = isinstance(data, torch.utils.data.IterableDataset)
+    if streams or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise UsageError(
+            "data must be map-style: len(data) and data[i]", hint="a stream has no order that can be repeated"
+        )
+    if len(data) < global_batch:
+        raise UsageError(
+            f"the data set has {len(data)} samples, fewer than global_batch={global_batch}",
+            hint=f"global_batch={len(data) // micro_batch * micro_batch} or less"
+            if len(data) >= micro_batch
+            else f"micro_batch={len(data)} or less",
+        )
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():  # untested here
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
