@@ -25,12 +25,14 @@ COLUMNS = {
     "of_pipelining": "speed, of torch pipelining's",
     "of_ddp": "of torch DDP's",
     "of_estimate": "of the planner's estimate",
-    "back_ms": "ms from a loss to the next step",
+    "back_s": "s from a loss to the next step",
 }
 PIPELINING, DDP, MEASURING = "torch pipelining", "torch DDP", "measuring"
 EXACT, FAST, SIDE_BY_SIDE = "holdfast, exact", "holdfast, fast", "holdfast, data parallel"
 AGAINST = {"of_pipelining": PIPELINING, "of_ddp": DDP}
+Part = tuple[dict[str, Any], dict[str, Bar]]
 SLOW = "1gbit"
+WAITS = "waiting: layers sleep instead of computing, so that each worker is like a machine of its own"
 COMPUTING = Shape(model="gpt", layers=6)
 WIDE = Shape(model="wide", layers=8, width=1024, micro_batch=16)
 WAITING = Shape(model="waiting", layers=12, micro_batches=12)
@@ -61,9 +63,6 @@ def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str
         results |= more
         bars |= held
     return results, bars
-
-
-Part = tuple[dict[str, Any], dict[str, Bar]]
 
 
 def _halves(layers: int) -> tuple[int, int]:
@@ -139,6 +138,7 @@ def _wide(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
 
 def _waiting(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
     """Two pipelines of two stages: torch's sum gradients by DDP around each stage."""
+    say(WAITS)
     title = "2 x 2 stages, waiting"
     contest = Contest(
         title=title,

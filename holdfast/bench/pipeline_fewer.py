@@ -93,7 +93,7 @@ def _heavy(sizes: Sizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str,
     sent = max(course.received.get(left, 0) for course in courses)
     row = {
         "step_ms": _ms([course.step_s[left] for course in courses]),
-        "back_ms": _ms([course.back_s[left] for course in courses]),
+        "back_s": spread([course.back_s[left] for course in courses]),
         "note": f"up to {size_text(sent)} sent to a worker",
     }
     title = f"{left} workers, waiting, {sizes.gigabits} Gbit/s: holdfast"
@@ -190,7 +190,7 @@ def _rows(sizes: Sizes, courses: Courses, profile: Profile) -> dict[str, Any]:
 
 
 def _back(courses: Sequence[Course], left: int) -> dict[str, Any]:
-    return {"back_ms": _ms([course.back_s[left] for course in courses])} if left in courses[0].back_s else {}
+    return {"back_s": spread([course.back_s[left] for course in courses])} if left in courses[0].back_s else {}
 
 
 def _bars(sizes: Sizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Bar]:

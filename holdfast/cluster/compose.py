@@ -110,18 +110,22 @@ def judge_error(*, error: str, earlier: Collection[str], alive: int) -> Verdict:
     return Verdict(stop=False, reason="a single worker's error; the others go on")
 
 
+def _named(kind: str) -> str:
+    return "the end" if kind == "end" else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
 def disagreement(doings: Mapping[str, tuple[int, str]]) -> str | None:
     """A sentence if two workers mean different things by the same operation: they would wait for ever.
 
-    >>> disagreement({"0.0": (7, "evaluation"), "0.1": (7, "step")})[:40]
-    'workers disagree on what comes next: 0.0'
+    >>> print(disagreement({"0.0": (7, "evaluation"), "0.1": (7, "step")}).partition(" (")[0])
+    workers disagree on what comes next: for 0.0 it is an evaluation, for 0.1 a step
     """
     seen: dict[int, tuple[str, str]] = {}
     for worker, (operation, kind) in doings.items():
         other, meant = seen.setdefault(operation, (worker, kind))
         if meant != kind:
             return (
-                f"workers disagree on what comes next: {other} does a {meant}, {worker} a {kind} "
-                "(call run.steps and run.evaluate on every worker, not only on the first)"
+                f"workers disagree on what comes next: for {other} it is {_named(meant)}, for {worker} {_named(kind)} "
+                "(call run.steps, evaluate, save_model and sha256 on every worker, not only on the first)"
             )
     return None

@@ -63,6 +63,8 @@ def lies_well(tensor: Tensor) -> bool:
 
 def like(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The gradient, lying as its tensor does."""
+    if gradient.layout is not torch.strided:
+        return gradient
     if gradient.stride() == stride and gradient.data_ptr() % ALIGNMENT == 0:
         return gradient
     room = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)

@@ -135,11 +135,11 @@ def _crew(
 
 
 def _shortage(workers: int, minimum: int) -> Shortage:
-    left = f"{count(workers, 'worker')} {'is' if workers == 1 else 'are'} left"
+    there = f"there {'is' if workers == 1 else 'are'} {count(workers, 'worker')}"
     return Shortage(
         nodes=workers,
         needed=minimum,
-        reason=f"{left}, and the model takes the memory of at least {minimum}",
+        reason=f"{there}, and the model takes the memory of at least {minimum}",
         hint=f"{minimum - workers} more, or more memory",
     )
 

@@ -138,7 +138,7 @@ class Cohort:
         if kinds != operation.kind * self.group.size:
             raise UsageError(
                 "workers disagree on what comes next",
-                hint="call run.steps and run.evaluate on every worker, not only on the first",
+                hint="call run.steps, evaluate, save_model and sha256 on every worker, not only on the first",
             )
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0

@@ -474,7 +474,7 @@ def test_too_few_to_hold_the_model() -> None:
     layout = plan(6, 1, profile=profile)
     assert isinstance(layout, Shortage)
     assert (layout.nodes, layout.needed) == (1, 2)
-    assert layout.reason == "1 worker is left, and the model takes the memory of at least 2"
+    assert layout.reason == "there is 1 worker, and the model takes the memory of at least 2"
     fixed = plan(6, 1, profile=profile, stages=3)
     assert isinstance(fixed, Shortage)
     assert fixed.needed == 2, "three stages may be merged into two"
