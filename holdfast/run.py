@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,34 @@ class Step:
     epoch: int
     workers: int
     is_first_worker: bool
+
+
+class Script:
+    """Where this worker's script is: in the body of a loop, or after one; and what it has asked for there.
+
+    >>> script = Script()
+    >>> script.next_key("hash"), script.next_key("hash"), script.is_after_a_loop
+    ('after 0/hash 0', 'after 0/hash 1', True)
+    """
+
+    def __init__(self) -> None:
+        self._place = "after 0"
+        self._asked: Counter[str] = Counter()
+
+    @property
+    def is_after_a_loop(self) -> bool:
+        return self._place.startswith("after")
+
+    def move_to(self, place: str) -> None:
+        if place != self._place:
+            self._place = place
+            self._asked.clear()
+
+    def next_key(self, kind: str) -> str:
+        """Names a thing that is asked for, the same on every worker."""
+        number = self._asked[kind]
+        self._asked[kind] += 1
+        return f"{self._place}/{kind} {number}"
 
 
 class Run:
@@ -136,17 +165,11 @@ class Run:
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
         self._saver = Saver(kept, self._state, self._events) if kept else None
-        wishes = Wishes(
-            tolerate=1 if tolerate is None else tolerate,
-            stages=stages,
-            memory=bytes_of(memory),
-            profile=profile_of(profile, self.engine),
-        )
+        known = profile_of(profile, self.engine)
+        wishes = Wishes(tolerate=tolerate, stages=stages, memory=bytes_of(memory), profile=known)
         self._arranger = Arranger(self.engine, self._state, self._events, wishes, self._saver or None)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
-        self._place = "after 0"  # where the script is: in the body of a loop, or after one
-        self._done_here = 0
-        self._hashed_here = 0
+        self._script = Script()
         self._said = ""  # about what can be survived
         self._wished = tolerate or 0  # what the user has asked for in so many words
         label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
@@ -179,11 +202,11 @@ class Run:
         self._cohort.boundary()
         while self.step < total:
             step = self._one_step()
-            self._move_to(f"in {self.step}")
+            self._script.move_to(f"in {self.step}")
             yield step
             self._save_if_due()
             self._cohort.boundary()
-        self._move_to(f"after {total}")
+        self._script.move_to(f"after {total}")
         if self.step == total:  # a joiner's script runs through loops that are long over
             self._save_if_due(last=True)
 
@@ -249,11 +272,6 @@ class Run:
             print(f"holdfast: {said}", flush=True)
         self._said = said
 
-    def _move_to(self, place: str) -> None:
-        if place != self._place:
-            self._place = place
-            self._done_here = self._hashed_here = 0
-
     # --- evaluation and results ------------------------------------------------------------------
 
     def evaluate(self, dataset: Dataset, measure: Loss | None = None) -> float:
@@ -293,13 +311,12 @@ class Run:
         A joiner's script runs through loops that are over without entering their bodies, so only what
         comes after a loop has to be remembered for it.
         """
-        key = f"{self._place}/{self._done_here}"
-        self._done_here += 1
+        key = self._script.next_key("operation")
         if key in self._progress["results"]:
             return float(self._progress["results"][key])
         faults.at_step(self.step)
         value = self._cohort.commit(operation)
-        if self._place.startswith("after"):
+        if self._script.is_after_a_loop:
             self._progress["results"][key] = value
         return value
 
@@ -310,12 +327,11 @@ class Run:
         """
         if self._cohort.group is None:
             return self._state.sha256(weights_only=weights_only)
-        key = f"{self._place}/hash {self._hashed_here}"  # not counted with the others: whole workers may ask alone
-        self._hashed_here += 1
+        key = self._script.next_key("hash")  # not counted with the others: whole workers may ask alone
         results = self._progress["results"]
         if key not in results:
             value = self._hash(weights_only)
-            if not self._place.startswith("after"):
+            if not self._script.is_after_a_loop:
                 return value
             results[key] = value
         return str(results[key])

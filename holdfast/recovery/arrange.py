@@ -28,9 +28,12 @@ from holdfast.recovery.settle import Settlement
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the user asks of layouts. ``profile`` is measured at the begin if it is not given."""
+    """What the user asks of layouts. ``profile`` is measured at the begin if it is not given.
 
-    tolerate: int = 1
+    Without a word on it, one loss should be survived.
+    """
+
+    tolerate: int | None = None
     stages: int | Sequence[int] | None = None
     memory: int | None = None
     profile: Profile | None = None
@@ -145,7 +148,7 @@ class Arranger:
             held={} if settlement.begins is not None else layers,
             leaving=[m.worker for m in generation.members if m.standing.leaving],
             micro_batches=self.engine.order.micro_batches(0),
-            tolerate=wishes.tolerate,
+            tolerate=1 if wishes.tolerate is None else wishes.tolerate,
             stages=wishes.stages,
             profile=None if known is None else Profile.from_json(known),
             hosts=dict(zip(workers, _hosts(generation), strict=True)),
