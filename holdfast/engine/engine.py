@@ -99,6 +99,8 @@ class Engine:
         if reduction is None:
             return
         reduction.group.check()  # leaves the backward pass at once when the generation is over
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise UsageError("a sparse gradient cannot be summed with others'", hint="nn.Embedding(…, sparse=False)")
         if id(p) in self._ready:
             raise UsageError(
                 "a parameter gets its gradient in several parts within one backward pass",

@@ -49,7 +49,8 @@ class Update:
         found = torch.zeros(len(self.parameters), dtype=torch.float64, device=self.parameters[0].device)
         for number, p in enumerate(self.parameters):
             if p.grad is not None:
-                found[number] = torch.linalg.vector_norm(p.grad)
+                # In one order of memory: a gradient that was sent lies as others do not.
+                found[number] = torch.linalg.vector_norm(p.grad.contiguous())
         return found
 
     def apply(self, *, step: int, norms: torch.Tensor | None = None) -> None:

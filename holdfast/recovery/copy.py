@@ -14,7 +14,7 @@ from holdfast import codec
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.state import State
-from holdfast.errors import Broken
+from holdfast.errors import Broken, HoldfastError
 
 LENGTH_TAG, TEXT_TAG, TENSOR_TAG = 1, 2, 3
 WINDOW = 64 << 20  # bytes under way from one sender: beside the layers' own memory, that much is taken
@@ -42,7 +42,12 @@ def moves(held: Sequence[Collection[int]], wanted: Sequence[Collection[int]], si
     ]
     # The largest first: the small ones then even it out.
     for unit, receiver in sorted(missing, key=lambda pair: (-sizes[pair[0]], pair)):
-        sender = min((rank for rank, units in enumerate(held) if unit in units), key=lambda rank: (load[rank], rank))
+        holders = [rank for rank, units in enumerate(held) if unit in units]
+        if not holders:
+            raise HoldfastError(
+                f"nobody holds part {unit} of the state", hint="this is a mistake of ours: please tell us"
+            )
+        sender = min(holders, key=lambda rank: (load[rank], rank))
         load[sender] += sizes[unit]
         found.append(Move(unit=unit, sender=sender, receiver=receiver))
     return sorted(found, key=lambda move: (move.unit, move.receiver))
