@@ -113,17 +113,22 @@ class Cohort:
         assert before is not None
         self.membership.doing(before, operation.kind.name.lower())
         while self._operation == before:
-            try:
-                values = operation.attempt(self.group)
-                self._result = self._vote(operation, values)
-            except Broken:
+            if self._succeeds(operation):
+                self._apply(operation)
+            else:  # not where the exception is: its frames would keep the broken attempt's memory
                 if self._voted is None:
                     operation.drop()
                 self._regroup(boundary=False, broken=True)
-            else:
-                self._apply(operation)
         assert self._result is not None
         return self._result
+
+    def _succeeds(self, operation: Operation) -> bool:
+        assert self.group is not None
+        try:
+            self._result = self._vote(operation, operation.attempt(self.group))
+        except Broken:
+            return False
+        return True
 
     def _vote(self, operation: Operation, values: list[float]) -> float:
         """Whoever gets through here knows that every member holds the operation's complete result."""
