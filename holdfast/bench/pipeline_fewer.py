@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.pipeline_losses import Course, Losses, choose_grid, replanned, restarted
+from holdfast.bench.pipeline_losses import (
+    Course,
+    Losses,
+    choose_grid,
+    received_bytes,
+    replanned,
+    restarted,
+    run_course,
+)
 from holdfast.bench.pipeline_speed import Say, estimate
 from holdfast.bench.pipeline_start import Contestant, Shape, can_limit, environment
 from holdfast.bench.report import Bar, spread
@@ -25,8 +33,8 @@ LINK_SHARE = 0.7  # which has to reach this much of the link
 OURS, THEIRS = "holdfast", "restart"
 LIGHT = Shape(model="waiting", layers=12, micro_batches=12)
 HEAVY = Shape(model="waiting", layers=12, micro_batches=8, width=1024)  # 12.6 MB to send for a layer
-TWO_LOSSES = Losses(after=(9, 15), last=20)
-ONE_LOSS = Losses(after=(6,), last=10)
+TWO_LOSSES = Losses()
+ONE_LOSS = Losses(turns=(1, 2))
 Courses = dict[str, list[Course]]
 
 
@@ -45,17 +53,16 @@ class Sizes:
 
 
 def race(sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Both systems lose as many workers after the same steps; then layers are sent over a slow link."""
+    """Both systems lose workers, beside each other; then layers are sent over a slow link."""
     profile = make_profile(sizes.shape, sizes.minimum, folder / "profile")
     courses: Courses = {OURS: [], THEIRS: []}
     for number in range(rounds):
-        for name in (OURS, THEIRS) if number % 2 == 0 else (THEIRS, OURS):
-            course = _one(name, sizes, profile, folder / f"{name}-{number}", number)
+        for name, course in _both(sizes, profile, folder / str(number), number).items():
             courses[name].append(course)
             say(f"fewer workers, round {number + 1}/{rounds}: {name}: {told(course)}")
     bandwidth = measure_inside().link.bandwidth
     beyond = [each for course in courses[OURS] for each in beyond_ms(course, bandwidth)]
-    results = {**_rows(sizes, courses, profile)}
+    results = _rows(sizes, courses, profile)
     bars = {**_bars(sizes, courses), "ms beyond the redone step and the transfer": _at_most(beyond)}
     if can_limit():
         more, beyond = _heavy(sizes, rounds, folder / "heavy", say)
@@ -64,40 +71,39 @@ def race(sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str
     return results, bars
 
 
-def _one(name: str, sizes: Sizes, profile: Profile, folder: Path, seed: int) -> Course:
-    if name == OURS:
-        ours = Contestant(system="holdfast", workers=sizes.workers, stages=(1,), options=_options(profile, folder))
-        return replanned(ours, sizes.shape, losses=sizes.losses, folder=folder, seed=seed)
-    return restarted(
-        sizes.shape, workers=sizes.workers, minimum=sizes.minimum, losses=sizes.losses, folder=folder, seed=seed
-    )
+def _both(sizes: Sizes, profile: Profile, folder: Path, seed: int) -> dict[str, Course]:
+    workers, every = sizes.workers, sizes.losses.every
+    ours = Contestant(system="holdfast", workers=workers, stages=(1,), options=_options(profile, folder / OURS))
+    restart = restarted(sizes.shape, workers=workers, minimum=sizes.minimum, every=every, folder=folder / THEIRS)
+    with replanned(ours, sizes.shape, folder=folder / OURS) as mine, restart as theirs:
+        courses = run_course({OURS: mine, THEIRS: theirs}, sizes.losses, workers=workers, seed=seed)
+    courses[THEIRS].starting_s = theirs.starting_s()
+    courses[OURS].received = received_bytes(folder / OURS / "logs" / "events.jsonl", workers)
+    return courses
 
 
 def _heavy(sizes: Sizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], list[float]]:
     """Large layers, and a link on which sending them takes time."""
     profile = make_profile(sizes.heavy, sizes.minimum, folder / "profile")
+    workers, rate = sizes.heavy_workers, f"{sizes.gigabits}gbit"
     courses = []
     for number in range(rounds):
         at = folder / str(number)
-        ours = Contestant(
-            system="holdfast",
-            workers=sizes.heavy_workers,
-            stages=(1,),
-            options=_options(profile, at),
-            rate=f"{sizes.gigabits}gbit",
-        )
-        courses.append(replanned(ours, sizes.heavy, losses=sizes.heavy_losses, folder=at, seed=number))
-        say(f"large layers, round {number + 1}/{rounds}: {told(courses[-1])}")
-    bandwidth = sizes.gigabits * 1e9 / 8
-    left = sizes.heavy_workers - 1
+        ours = Contestant(system="holdfast", workers=workers, stages=(1,), options=_options(profile, at), rate=rate)
+        with replanned(ours, sizes.heavy, folder=at) as side:
+            course = run_course({OURS: side}, sizes.heavy_losses, workers=workers, seed=number)[OURS]
+        course.received = received_bytes(at / "logs" / "events.jsonl", workers)
+        courses.append(course)
+        say(f"large layers, round {number + 1}/{rounds}: {told(course)}")
+    left = workers - 1
     sent = max(course.received.get(left, 0) for course in courses)
     row = {
-        "step_ms": _ms([course.step_s[left] for course in courses]),
-        "back_s": spread([course.back_s[left] for course in courses]),
+        "step_ms": _ms([step for course in courses for step in course.step_s[left]]),
+        **_back(courses, left),
         "note": f"up to {size_text(sent)} sent to a worker",
     }
     title = f"{left} workers, waiting, {sizes.gigabits} Gbit/s: holdfast"
-    return {title: row}, [each for course in courses for each in beyond_ms(course, bandwidth)]
+    return {title: row}, [each for course in courses for each in beyond_ms(course, sizes.gigabits * 1e9 / 8)]
 
 
 # --- the plan ----------------------------------------------------------------------------------------
@@ -140,32 +146,36 @@ def _options(profile: Profile, folder: Path) -> list[str]:
 def told(course: Course) -> str:
     """In words.
 
-    >>> told(Course(step_s={3: 0.1, 2: 0.2}, back_s={2: 0.5}))
+    >>> told(Course(step_s={3: [0.1], 2: [0.2, 0.3, 0.2]}, back_s={2: 0.5}))
     '3 workers 100 ms a step, 2 workers 200 ms a step after 500 ms'
     """
     return ", ".join(
-        f"{left} workers {1000 * step:.0f} ms a step"
+        f"{left} workers {1000 * statistics.median(steps):.0f} ms a step"
         + (f" after {1000 * course.back_s[left]:.0f} ms" if left in course.back_s else "")
-        for left, step in course.step_s.items()
+        for left, steps in course.step_s.items()
     )
 
 
 def beyond_ms(course: Course, bandwidth: float) -> list[float]:
     """What each recovery took beside the redone step and the transfer at the share of the link that is asked for.
 
-    >>> beyond_ms(Course(step_s={3: 0.1, 2: 0.2}, back_s={2: 0.5}, received={2: 700}), bandwidth=10_000.0)
+    >>> beyond_ms(Course(step_s={3: [0.1], 2: [0.2]}, back_s={2: 0.5}, received={2: 700}), bandwidth=10_000.0)
     [200.0]
     """
     return [
-        round(1000 * (back - course.step_s[left] - course.received.get(left, 0) / (LINK_SHARE * bandwidth)), 3)
+        round(1000 * (back - statistics.median(course.step_s[left]) - _transfer(course, left, bandwidth)), 3)
         for left, back in course.back_s.items()
     ]
+
+
+def _transfer(course: Course, left: int, bandwidth: float) -> float:
+    return course.received.get(left, 0) / (LINK_SHARE * bandwidth)
 
 
 def _rows(sizes: Sizes, courses: Courses, profile: Profile) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for left in courses[OURS][0].step_s:
-        ours, theirs = ([course.step_s[left] for course in courses[name]] for name in (OURS, THEIRS))
+        ours, theirs = ([step for course in courses[name] for step in course.step_s[left]] for name in (OURS, THEIRS))
         promised, layout = estimate(profile, workers=left, micro_batches=sizes.shape.micro_batches, tolerate=1)
         grid = choose_grid(
             layers=sizes.shape.layers, workers=left, minimum=sizes.minimum, micro_batches=sizes.shape.micro_batches
@@ -180,7 +190,7 @@ def _rows(sizes: Sizes, courses: Courses, profile: Profile) -> dict[str, Any]:
         note = f"{grid.pipelines} x {len(grid.stages)}"
         if left in courses[THEIRS][0].starting_s:
             starting = statistics.median(course.starting_s[left] for course in courses[THEIRS])
-            note += f"; {1000 * starting:.0f} ms until interpreters and imports are there"
+            note += f"; {starting:.1f} s until interpreters and imports are there"
         results[f"{left} workers, waiting: {THEIRS}"] = {
             "step_ms": _ms(theirs),
             **_back(courses[THEIRS], left),
@@ -197,7 +207,7 @@ def _bars(sizes: Sizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Ba
     """On one worker less a grid leaves somebody idle; and whoever restarts is told how long interpreters took."""
     left = sizes.workers - 1
     pairs = list(zip(courses[THEIRS], courses[OURS], strict=True))
-    steps = [theirs.step_s[left] / ours.step_s[left] for theirs, ours in pairs]
+    steps = [a / b for theirs, ours in pairs for a, b in zip(theirs.step_s[left], ours.step_s[left], strict=True)]
     backs = [(theirs.back_s[n] - theirs.starting_s[n]) / ours.back_s[n] for theirs, ours in pairs for n in ours.back_s]
     return {
         f"speed on {left} workers, of the restart's": Bar(value=statistics.median(steps), bar=1.0),

@@ -7,14 +7,13 @@ loss at once, its checkpoints are not synced to disk, and starting its interpret
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import signal
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,131 @@ from holdfast.bench.pipeline_start import Contestant, Running, Shape, started, s
 from holdfast.cluster.events import read_events
 from holdfast.errors import HoldfastError
 
-RESTART_SECONDS = 90.0
+PATIENCE_SECONDS = 90.0
+TURN = 2  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """After which steps a worker is lost, and the last step."""
+    """Turns with all workers, with one less, and so on.
 
-    after: tuple[int, ...]
-    last: int
-    every: int = 6  # steps from checkpoint to checkpoint; a loss in the middle loses what it does on average
+    With the defaults losses come after steps 15 and 25: a restart loses five steps, as it does on average.
+    """
+
+    turns: tuple[int, ...] = (6, 3, 3)
+    every: int = 10  # steps from checkpoint to checkpoint, as published
+
+
+@dataclass(kw_only=True)
+class Course:
+    """What was measured while workers were lost: by the number of workers that were left."""
+
+    step_s: dict[int, list[float]] = field(default_factory=dict)  # of each turn
+    back_s: dict[int, float] = field(default_factory=dict)  # from the loss to the next new step of all
+    starting_s: dict[int, float] = field(default_factory=dict)  # of which until the last interpreter has its imports
+    received: dict[int, int] = field(default_factory=dict)  # bytes, of the worker that got the most
+
+
+def run_course(sides: Mapping[str, Side], losses: Losses, *, workers: int, seed: int) -> dict[str, Course]:
+    """All sides lose as many workers after the same steps; in between they take turns."""
+    courses = {name: Course() for name in sides}
+    dice = {name: random.Random(seed) for name in sides}
+    names = list(sides)
+    for number, turns in enumerate(losses.turns):
+        left = workers - number
+        for name, side in sides.items():
+            if number:
+                courses[name].back_s[left] = side.lose(left, dice[name])
+            side.go(1 if number else 2)  # the first steps take longer for everybody
+            courses[name].step_s[left] = []
+        for turn in range(turns):
+            for name in names if turn % 2 else reversed(names):
+                courses[name].step_s[left].append(sides[name].go(TURN))
+    return courses
+
+
+def finished(lines: Sequence[dict[str, Any]], step: int, workers: int, *, after: float) -> float | None:
+    """When the last of so many workers had finished this step, if all have.
+
+    >>> lines = [{"pid": 1, "step": 3, "t": 5.0}, {"pid": 2, "step": 3, "t": 6.0}]
+    >>> finished(lines, 3, 2, after=0.0), finished(lines, 3, 3, after=0.0)
+    (6.0, None)
+    """
+    times = {line["pid"]: line["t"] for line in lines if line.get("step") == step and line["t"] > after}
+    return float(max(times.values())) if len(times) >= workers else None
+
+
+@dataclass(kw_only=True)
+class Side:
+    """A system whose workers take a step only when they are told to. What it does about a loss is in ``regroup``."""
+
+    running: Running
+    training: int  # workers, at the moment
+    step: int = 0
+    since: float = 0.0  # what was written before does not count: of steps that are done again
+
+    def go(self, steps: int) -> float:
+        """So many steps; the seconds of one."""
+        first, self.step = self.step, self.step + steps
+        self.running.allow(steps)
+        end = self.wait_for(self.step)
+        began = max(line["t"] for line in self.running.lines if line.get("go") == first and line["t"] > self.since)
+        return float((end - began) / steps)
+
+    def lose(self, left: int, dice: random.Random) -> float:
+        """Kills a worker early in a step; the seconds from then until all that are left have finished that step."""
+        self.running.allow(3)
+        self.wait_for(self.step + 1)
+        lines = [line for line in self.running.lines if line["t"] > self.since]
+        pids = sorted({line["pid"] for line in lines if line.get("step") == self.step + 1})
+        killed = time.time()
+        os.kill(dice.choice(pids), signal.SIGKILL)
+        self.step += 3
+        self.since = killed
+        self.training = self.regroup(left)
+        back = self.wait_for(self.step - 1) - killed
+        self.wait_for(self.step)
+        return back
+
+    def regroup(self, left: int) -> int:
+        """How many train on: here all, by themselves."""
+        return left
+
+    def wait_for(self, step: int) -> float:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            when = finished(self.running.update(), step, self.training, after=self.since)
+            if when is not None:
+                return when
+            time.sleep(0.003)
+        where = self.running.folder / "output.log"
+        raise HoldfastError(f"step {step} never came on {self.training} workers", hint=f"see {where}")
+
+
+# --- holdfast ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replanned(contestant: Contestant, shape: Shape, *, folder: Path) -> Iterator[Side]:
+    """Holdfast: whoever is left goes on."""
+    with started(contestant, shape, folder=folder, burst=1) as running:
+        yield Side(running=running, training=contestant.workers)
+
+
+def received_bytes(events: Path, workers: int) -> dict[int, int]:
+    """By the number of workers in a generation, what the one that was sent the most was sent."""
+    sizes: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for event in read_events(events):
+        if event["event"] == "generation":
+            sizes[event["number"]] = len(event["workers"])
+        if event["event"] == "entered" and sizes.get(event["generation"], workers) < workers:
+            left = sizes[event["generation"]]
+            received[left] = max(received.get(left, 0), int(event["received"]))
+    return received
+
+
+# --- Varuna's way ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,137 +186,55 @@ def choose_grid(*, layers: int, workers: int, minimum: int, micro_batches: int) 
 
 
 @dataclass(kw_only=True)
-class Course:
-    """What was measured while workers were lost: by the number of workers that were left."""
-
-    step_s: dict[int, float] = field(default_factory=dict)
-    back_s: dict[int, float] = field(default_factory=dict)  # from the loss to the next new step of all
-    starting_s: dict[int, float] = field(default_factory=dict)  # of which until the last interpreter has its imports
-    received: dict[int, int] = field(default_factory=dict)  # bytes, of the worker that got the most
-
-
-def finished(lines: Sequence[dict[str, Any]], step: int, workers: int, *, after: float) -> float | None:
-    """When the last of so many workers had finished this step, if all have.
-
-    >>> lines = [{"pid": 1, "step": 3, "t": 5.0}, {"pid": 2, "step": 3, "t": 6.0}]
-    >>> finished(lines, 3, 2, after=0.0), finished(lines, 3, 3, after=0.0)
-    (6.0, None)
-    """
-    times = {line["pid"]: line["t"] for line in lines if line.get("step") == step and line["t"] > after}
-    return float(max(times.values())) if len(times) >= workers else None
-
-
-def wait_until(running: Running, step: int, workers: int, *, after: float = 0.0) -> float:
-    deadline = time.monotonic() + RESTART_SECONDS
-    while time.monotonic() < deadline:
-        when = finished(running.update(), step, workers, after=after)
-        if when is not None:
-            return when
-        time.sleep(0.005)
-    raise HoldfastError(f"step {step} never came on {workers} workers", hint=f"see {running.folder}/output.log")
-
-
-def step_seconds(lines: Sequence[dict[str, Any]], *, after: float) -> float:
-    """The median time between two steps, of the workers that have written since then."""
-    by_pid: dict[int, list[float]] = {}
-    for line in lines:
-        if "step" in line and line["t"] >= after:
-            by_pid.setdefault(line["pid"], []).append(line["t"])
-    gaps = [b - a for times in by_pid.values() for a, b in itertools.pairwise(times)]
-    return statistics.median(gaps)
-
-
-def lose(
-    running: Running, losses: Losses, *, workers: int, training: int, react: Callable[[int, int], int], seed: int
-) -> Course:
-    """Kills one of the workers after each of the steps; ``react(pid, left)`` does so, and says how many train on."""
-    course, begin, left, rng = Course(), 0.0, workers, random.Random(seed)
-    for stop in [*losses.after, losses.last]:
-        wait_until(running, stop, training, after=begin)
-        course.step_s[left] = step_seconds(running.lines, after=begin or _second_step(running))
-        if stop == losses.last:
-            break
-        left -= 1
-        before = max(line["step"] for line in running.update() if "step" in line)
-        pids = sorted({line["pid"] for line in running.lines if line["t"] >= begin and "step" in line})
-        killed = time.time()
-        training = react(rng.choice(pids), left)
-        begin = wait_until(running, before + 1, training, after=killed)
-        course.back_s[left] = begin - killed
-    return course
-
-
-def _second_step(running: Running) -> float:
-    """The first takes longer for everybody: it makes the optimizer's slots."""
-    return min(line["t"] for line in running.lines if line.get("step") == 2)
-
-
-# --- holdfast ----------------------------------------------------------------------------------------
-
-
-def replanned(contestant: Contestant, shape: Shape, *, losses: Losses, folder: Path, seed: int) -> Course:
-    """Holdfast: whoever is left goes on."""
-
-    def react(pid: int, left: int) -> int:
-        os.kill(pid, signal.SIGKILL)
-        return left
-
-    workers = contestant.workers
-    with started(contestant, shape, folder=folder) as running:
-        course = lose(running, losses, workers=workers, training=workers, react=react, seed=seed)
-    course.received = received_bytes(folder / "logs" / "events.jsonl", workers)
-    return course
-
-
-def received_bytes(events: Path, workers: int) -> dict[int, int]:
-    """By the number of workers in a generation, what the one that was sent the most was sent."""
-    sizes: dict[int, int] = {}
-    received: dict[int, int] = {}
-    for event in read_events(events):
-        if event["event"] == "generation":
-            sizes[event["number"]] = len(event["workers"])
-        if event["event"] == "entered" and sizes.get(event["generation"], workers) < workers:
-            left = sizes[event["generation"]]
-            received[left] = max(received.get(left, 0), int(event["received"]))
-    return received
-
-
-# --- Varuna's way ------------------------------------------------------------------------------------
-
-
-def restarted(shape: Shape, *, workers: int, minimum: int, losses: Losses, folder: Path, seed: int) -> Course:
+class Restarted(Side):
     """All processes end, and fresh ones go on from the last checkpoint with the best grid for those left."""
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    options = ["--steps", "1000000", "--progress", str(folder / "progress.jsonl")]
-    options += ["--checkpoint", str(folder / "checkpoint"), "--checkpoint-every", str(losses.every)]
-    starts: list[tuple[int, int, float]] = []
 
-    def begin(left: int) -> int:
-        grid = choose_grid(layers=shape.layers, workers=left, minimum=minimum, micro_batches=shape.micro_batches)
+    shape: Shape
+    minimum: int  # stages that hold the model
+    every: int
+    starts: list[tuple[int, int, float]] = field(default_factory=list)  # workers, those that train, and when
+
+    def begin(self, workers: int) -> int:
+        grid = choose_grid(
+            layers=self.shape.layers, workers=workers, minimum=self.minimum, micro_batches=self.shape.micro_batches
+        )
+        folder = self.running.folder
+        options = ["--steps", "1000000", "--progress", str(self.running.progress), "--burst", "1"]
+        options += ["--checkpoint", str(folder / "checkpoint"), "--checkpoint-every", str(self.every)]
         contestant = Contestant(system="torch", workers=grid.workers, stages=grid.stages)
-        started_by_hand(running, contestant, shape, options)
+        started_by_hand(self.running, contestant, self.shape, options)
         return grid.workers
 
-    def react(pid: int, left: int) -> int:
-        killed = time.time()
-        os.kill(pid, signal.SIGKILL)
-        running.stop(at_once=True)
-        used = begin(left)
-        starts.append((left, used, killed))
-        return used
+    def regroup(self, left: int) -> int:
+        self.running.end(at_once=True)
+        self.running.forbid()
+        latest = self.running.folder / "checkpoint" / "latest"
+        self.running.allow(self.step - (int(latest.read_text()) if latest.exists() else 0))
+        training = self.begin(left)
+        self.starts.append((left, training, self.since))
+        return training
 
+    def starting_s(self) -> dict[int, float]:
+        """After each loss, by the workers left: until the last process had its imports."""
+        said = (self.running.folder / "output.log").read_text().splitlines()
+        imported = sorted(json.loads(line)["imported"] for line in said if line.startswith('{"imported"'))
+        return {
+            left: [when for when in imported if when > killed][training - 1] - killed
+            for left, training, killed in self.starts
+        }
+
+
+@contextmanager
+def restarted(shape: Shape, *, workers: int, minimum: int, every: int, folder: Path) -> Iterator[Restarted]:
+    """Torch's pipelining with checkpoints; whoever holds this starts it again."""
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     running = Running(folder=folder, workers=workers)
+    side = Restarted(running=running, training=0, shape=shape, minimum=minimum, every=every)
     try:
-        course = lose(running, losses, workers=workers, training=begin(workers), react=react, seed=seed)
+        running.make_turns()
+        side.training = side.begin(workers)
+        yield side
     finally:
-        running.stop(at_once=True)
-    for left, used, killed in starts:
-        course.starting_s[left] = _imported(folder / "output.log", used, after=killed) - killed
-    return course
-
-
-def _imported(log: Path, workers: int, *, after: float) -> float:
-    """When the last of so many processes that were started after this had its imports."""
-    said = [json.loads(line)["imported"] for line in log.read_text().splitlines() if line.startswith('{"imported"')]
-    return float(sorted(when for when in said if when > after)[workers - 1])
+        running.end(at_once=True)
+        running.stop()

@@ -146,16 +146,28 @@ class Running:
 
     def take_turn(self, last_step: int) -> float:
         """Lets all run until ``last_step``; the seconds from when the last has begun until the last has ended."""
-        for turn in self._turns:
-            os.write(turn, b".")
+        self.allow(1)
         self.wait_for(last_step, self.workers)
         began = max(sorted(line["t"] for line in self.lines if "go" in line)[-self.workers :])
         return float(max(line["t"] for line in self.lines if line.get("step") == last_step) - began)
 
-    def stop(self, *, at_once: bool = False) -> None:
+    def allow(self, turns: int) -> None:
+        """Lets every worker take so many turns."""
         for turn in self._turns:
-            os.close(turn)
-        self._turns.clear()
+            os.write(turn, b"." * turns)
+
+    def forbid(self) -> None:
+        """Takes back the turns that nobody has taken."""
+        for turn in self._turns:
+            os.set_blocking(turn, False)
+            try:
+                os.read(turn, 4096)
+            except BlockingIOError:
+                pass  # there are none
+            os.set_blocking(turn, True)
+
+    def end(self, *, at_once: bool = False) -> None:
+        """Ends all processes."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL if at_once else signal.SIGTERM)
@@ -166,6 +178,12 @@ class Running:
                 os.killpg(process.pid, signal.SIGKILL)  # the session that it was started in
                 process.wait()
         self.processes.clear()
+
+    def stop(self) -> None:
+        for turn in self._turns:
+            os.close(turn)
+        self._turns.clear()
+        self.end()
 
 
 @contextmanager

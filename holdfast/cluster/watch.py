@@ -56,9 +56,7 @@ class Watch:
         for name, worker in list(self._roster.workers.items()):
             if now - worker.heard > self._timeout:
                 worker.writer.transport.abort()
-                for host in self._roster.hosts.values():  # a hung process would come back to life later
-                    host.send({"type": "kill", "worker": name})
-                self._roster.worker_gone(name, cause)
+                self._give_up(name, cause)
         for number, host in list(self._roster.hosts.items()):
             if now - host.heard > self._timeout:
                 host.writer.transport.abort()
@@ -67,7 +65,12 @@ class Watch:
     def _look_for_absence(self, now: float) -> None:
         for name, since in list(self._roster.absent.items()):
             if now - since > self._timeout:
-                self._roster.worker_gone(name, "did not come back to the coordinator")
+                self._give_up(name, "did not come back to the coordinator")
+
+    def _give_up(self, name: str, cause: str) -> None:
+        for host in self._roster.hosts.values():  # a hung process would come back to life later
+            host.send({"type": "kill", "worker": name})
+        self._roster.worker_gone(name, cause)
 
     def _look_for_hosts(self, now: float) -> None:
         here, needed = len(self._roster.hosts), self._roster.minimum_hosts

@@ -29,9 +29,12 @@ def fixed_cut(layers: int, stages: int | Sequence[int], profile: Profile | None)
     if not isinstance(stages, int):
         return _of_counts(layers, list(stages), profile)
     if not 1 <= stages <= layers:
-        raise UsageError(
-            f"stages={stages}, and the model has {count(layers, 'layer')}", hint=f"1 to {layers}: a stage has a layer"
+        hint = (
+            f"1 to {layers}: a stage has a layer"
+            if layers > 1
+            else "pass a list of layers, or holdfast.layers_of(model)"
         )
+        raise UsageError(f"stages={stages}, and the model has {count(layers, 'layer')}", hint=hint)
     if profile is None:
         return tuple(stage * layers // stages for stage in range(stages + 1))
     stock = stock_of(profile)

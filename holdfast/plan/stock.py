@@ -63,9 +63,3 @@ def _stock(layers: tuple[LayerCost, ...], between: Link, memory: int | None) -> 
     return Stock(
         Profile(model="", device="", micro_batch=1, layers=layers, inside=between, between=between, memory=memory)
     )
-
-
-def prepare(profile: Profile, workers: int) -> None:
-    """Makes all templates that up to so many workers may need, before they are needed."""
-    stock = stock_of(profile)
-    stock.templates(max(workers, stock.minimum), tolerate=0)

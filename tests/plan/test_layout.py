@@ -19,7 +19,7 @@ from holdfast.plan.layout import Layout, Line, Role, lay_out, side_by_side
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Profile, uniform
 from holdfast.plan.sizes import PER_DEVICE
-from holdfast.plan.stock import prepare, stock_of
+from holdfast.plan.stock import stock_of
 
 Stages = int | Sequence[int] | None
 
@@ -289,7 +289,7 @@ def test_what_others_have_seen_changes_no_layout() -> None:
     for one in asked:
         alone.append(plan(9, profile=profile, **one))
         stock._stock.cache_clear()
-    prepare(profile, 40)
+    stock_of(profile).templates(40, tolerate=0)
     assert list(stock_of(profile).templates(5, tolerate=1).by_nodes) == [1, 2, 3, 4, 5]
     assert [plan(9, profile=profile, **one) for one in asked] == alone
 
@@ -297,7 +297,7 @@ def test_what_others_have_seen_changes_no_layout() -> None:
 def test_after_a_loss_no_template_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = replace(uneven(9, 4), notes={"not": "hashable"})
     stock._stock.cache_clear()
-    prepare(profile, 8)
+    stock_of(profile).templates(8, tolerate=0)
     made: list[int] = []
 
     def make(*args: Any, **kwargs: Any) -> None:

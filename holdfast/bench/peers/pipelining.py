@@ -155,9 +155,9 @@ def main() -> None:
     losses = []
     for step in range(done, args.steps):
         losses.append(trainer.step(step))
-        progress.finished(step + 1)
         if args.checkpoint and (step + 1) % args.checkpoint_every == 0:
             trainer.save(args.checkpoint, step + 1)
+        progress.finished(step + 1)
     if trainer.place.is_last:
         sys.stdout.write(json.dumps({"losses": losses, "pipeline": trainer.place.pipeline}) + "\n")
         sys.stdout.flush()
