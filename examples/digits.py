@@ -59,8 +59,9 @@ def main() -> None:
             right = run.evaluate(test, measure=accuracy)  # all workers share the work
             if step.is_first_worker:
                 print(f"epoch {step.epoch + 1}: loss {step.loss:.3f}, {right:.1%} of the test digits right")
+    sha256 = run.sha256()  # every worker calls it: a worker may hold only some of the layers
     if run.is_first_worker:
-        print(f"sha256 of weights and optimizer state: {run.sha256()}")
+        print(f"sha256 of weights and optimizer state: {sha256}")
 
 
 if __name__ == "__main__":

@@ -38,11 +38,12 @@ def main() -> None:
         if step.is_first_worker and (step.number % 10 == 0 or step.number == steps - 1):
             print(f"step {step.number:4}  loss {step.loss:.4f}  {step.workers} workers")
 
-    loss = run.evaluate(held_out)  # shared among the workers, so all of them call it
+    loss = run.evaluate(held_out)  # shared among the workers, so all of them call it,
     run.save_model("gpt.safetensors")
+    sha256 = run.sha256()  # and these two as well: a worker may hold only some of the layers
     if run.is_first_worker:
         print(f"held-out loss {loss:.4f}, model in gpt.safetensors")
-        print(f"sha256 of weights and optimizer state: {run.sha256()}")
+        print(f"sha256 of weights and optimizer state: {sha256}")
 
 
 if __name__ == "__main__":
