@@ -14,7 +14,15 @@ import torch
 
 from holdfast.bench import pipeline, pipeline_fewer, pipeline_speed
 from holdfast.bench import pipeline_model as model
-from holdfast.bench.pipeline_losses import Course, Losses, choose_grid, received_bytes, replanned, restarted
+from holdfast.bench.pipeline_losses import (
+    Course,
+    Losses,
+    choose_grid,
+    received_bytes,
+    replanned,
+    restarted,
+    run_course,
+)
 from holdfast.bench.pipeline_start import Contestant, Running, Shape, environment
 from holdfast.bench.report import publish
 from holdfast.errors import HoldfastError
@@ -102,27 +110,37 @@ def test_a_grid_that_cannot_be() -> None:
         choose_grid(layers=7, workers=5, minimum=4, micro_batches=12)
 
 
-def test_a_restart_goes_on_from_its_checkpoint_with_another_grid(tmp_path: Path) -> None:
-    course = restarted(
-        WAITING, workers=3, minimum=2, losses=Losses(after=(5,), last=8, every=3), folder=tmp_path, seed=0
-    )
-    assert course.step_s.keys() == {3, 2}
-    assert 0 < course.starting_s[2] < course.back_s[2]
-    steps = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
-    redone = [line["step"] for line in steps if line["pid"] == steps[-1]["pid"]]
-    assert redone[:3] == [4, 5, 6]  # saved was step 3
-
-
-def test_a_planned_run_loses_a_worker(tmp_path: Path) -> None:
+def test_both_sides_lose_a_worker(tmp_path: Path) -> None:
+    """Holdfast goes on with those left; the restart goes on from its checkpoint with another grid."""
     profile = pipeline_fewer.make_profile(WAITING, 2, tmp_path / "profile")
-    ours = Contestant(
-        system="holdfast", workers=3, stages=(1,), options=pipeline_fewer._options(profile, tmp_path / "run")
-    )
-    course = replanned(ours, WAITING, losses=Losses(after=(5,), last=9), folder=tmp_path / "run", seed=0)
-    assert course.step_s.keys() == {3, 2}
-    assert course.back_s.keys() == {2}
-    steps = [json.loads(line) for line in (tmp_path / "run" / "progress.jsonl").read_text().splitlines()]
-    assert len({line["pid"] for line in steps if line["step"] == 9}) == 2
+    options = pipeline_fewer._options(profile, tmp_path / "ours")
+    ours = Contestant(system="holdfast", workers=3, stages=(1,), options=options)
+    with (
+        replanned(ours, WAITING, folder=tmp_path / "ours") as mine,
+        restarted(WAITING, workers=3, minimum=2, every=3, folder=tmp_path / "theirs") as theirs,
+    ):
+        sides = {"ours": mine, "theirs": theirs}
+        courses = run_course(sides, Losses(turns=(1, 2), every=3), workers=3, seed=0)
+        starting = theirs.starting_s()
+    for course in courses.values():
+        assert {left: len(steps) for left, steps in course.step_s.items()} == {3: 1, 2: 2}
+        assert course.back_s.keys() == {2}
+    assert 0 < starting[2] < courses["theirs"].back_s[2]
+    assert courses["ours"].back_s[2] < courses["theirs"].back_s[2]
+    mine_did, theirs_did = (steps_by_pid(tmp_path / name / "progress.jsonl") for name in sides)
+    # The loss comes after step 5. Nobody does a step twice here, ...
+    assert sorted(mine_did.values())[0] == [1, 2, 3, 4, 5]
+    assert [steps[:12] for steps in mine_did.values() if len(steps) > 5] == [list(range(1, 13))] * 2
+    # ... and there, fresh processes begin behind step 3, which was saved.
+    assert {tuple(steps) for steps in theirs_did.values()} == {(1, 2, 3, 4, 5), tuple(range(4, 13))}
+
+
+def steps_by_pid(progress: Path) -> dict[int, list[int]]:
+    steps: dict[int, list[int]] = {}
+    for line in map(json.loads, progress.read_text().splitlines()):
+        if "step" in line:
+            steps.setdefault(line["pid"], []).append(line["step"])
+    return steps
 
 
 def test_what_the_one_that_was_sent_the_most_was_sent(tmp_path: Path) -> None:
@@ -142,23 +160,26 @@ def test_what_the_one_that_was_sent_the_most_was_sent(tmp_path: Path) -> None:
 
 def courses(**ours: Any) -> pipeline_fewer.Courses:
     good = Course(
-        step_s={6: 0.3, 5: 0.4, 4: 0.5}, back_s={5: 0.6, 4: 0.7}, starting_s={5: 4.0, 4: 4.0}, received={5: 10, 4: 10}
+        step_s={6: [0.3], 5: [0.4], 4: [0.5]},
+        back_s={5: 0.6, 4: 0.7},
+        starting_s={5: 4.0, 4: 4.0},
+        received={5: 10, 4: 10},
     )
-    theirs = replace(good, step_s={6: 0.3, 5: 0.5, 4: 0.5}, back_s={5: 8.0, 4: 8.0})
+    theirs = replace(good, step_s={6: [0.3], 5: [0.5], 4: [0.5]}, back_s={5: 8.0, 4: 8.0})
     return {pipeline_fewer.OURS: [replace(good, **ours)], pipeline_fewer.THEIRS: [theirs]}
 
 
 def test_bars_are_missed_by_slow_recoveries_and_idle_workers() -> None:
     sizes = pipeline_fewer.Sizes()
     assert all(bar.ok for bar in pipeline_fewer._bars(sizes, courses()).values())
-    idle = pipeline_fewer._bars(sizes, courses(step_s={6: 0.3, 5: 0.6, 4: 0.5}))
+    idle = pipeline_fewer._bars(sizes, courses(step_s={6: [0.3], 5: [0.6], 4: [0.5]}))
     assert [bar.ok for bar in idle.values()] == [False, True]
     slow = pipeline_fewer._bars(sizes, courses(back_s={5: 5.0, 4: 5.0}))
     assert [bar.ok for bar in slow.values()] == [True, False]
 
 
 def test_what_a_recovery_takes_beside_the_step_and_the_transfer() -> None:
-    course = Course(step_s={5: 0.2}, back_s={5: 0.5}, received={5: 70_000_000})
+    course = Course(step_s={5: [0.2]}, back_s={5: 0.5}, received={5: 70_000_000})
     assert pipeline_fewer.beyond_ms(course, bandwidth=1e9) == [200.0]
     assert not pipeline_fewer._at_most([200.0]).ok
     assert pipeline_fewer._at_most([100.0]).ok

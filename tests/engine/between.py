@@ -92,6 +92,11 @@ BETWEEN: dict[str, Callable[[], Job]] = {
         lambda x, m: m(x[0].add_(1.0) * x[1].view_as(x[0])),
         lambda x, m: m(x),
     ),
+    "a tensor and the same detached, written into": lambda: between(
+        lambda x, m: (lambda h: (h.detach(), h))(m(x)),
+        lambda x, m: m(x[0].add_(1.0) * x[1].tanh()),
+        lambda x, m: m(x),
+    ),
     "a view before the whole": lambda: between(
         lambda x, m: (lambda h: (h[:1], h, h.t()))(m(x)),
         lambda x, m: m(x[0].mul_(2.0) + x[1] * x[2].t()),
@@ -135,6 +140,13 @@ BETWEEN: dict[str, Callable[[], Job]] = {
         clip_norm=0.3,
     ),
     "channels last": lambda: Job(layers=lambda: images(lambda x: x.contiguous(memory_format=torch.channels_last))),
+    "weights that lie in another order": lambda: Job(
+        layers=lambda: [
+            layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            for layer in images(lambda x: x.contiguous(memory_format=torch.channels_last))
+        ],
+        clip_norm=0.1,
+    ),
     "written into": lambda: between(lambda x, m: m(x), write, write, lambda x, m: m(x.clamp_(-2, 2))),
     "written into by layers without parameters": lambda: Job(
         layers=lambda: [linear(), nn.ReLU(inplace=True), linear(), Layer(lambda x: x.add_(1.0)), nn.SiLU(inplace=True)]

@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -126,13 +126,26 @@ class MemoryGroup:
         assert tensor.is_contiguous()
         return Receive(lambda: self.network.get(peer, self.rank, tag, tensor))
 
-    def finish(self, works: Sequence[Receive]) -> None:
-        for number, wait in enumerate(works):
-            try:
-                wait()
-            except BaseException:
-                self.drain(works[number + 1 :])
-                raise
+    def finish(self, works: Iterable[Receive]) -> None:
+        """As ``Group`` does it: after a failure the others are let go, and what decides on more of them hears of it."""
+        error: BaseException | None = None
+        try:
+            for work in works:
+                if error is not None:
+                    work.let_go()
+                    continue
+                try:
+                    self.wait(work)
+                except BaseException as e:
+                    error = e
+                    self.network.fail()
+        except Exception as e:
+            error = error or e
+        if error is not None:
+            raise error
+
+    def wait(self, work: Receive) -> None:
+        work()
 
     def send(self, sends: Sequence[Transfer]) -> list[Letter]:
         assert all(peer != self.rank for peer, _, _ in sends)

@@ -82,6 +82,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x[:0],
     "expanded": lambda x: x.unsqueeze(0).expand(3, *x.shape),
     "flat": lambda x: x.reshape(-1),
+    "detached": lambda x: x.detach(),
     "doubled": lambda x: x * 2,
     "number": lambda x: x.sum(),
     "conjugated": lambda x: torch.complex(x, x).conj() if not x.is_complex() else x.conj(),

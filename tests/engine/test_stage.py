@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from holdfast.engine.stage import post_of
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.plan.layout import Layout, side_by_side
-from tests.engine.memory_group import MemoryGroup, Network, on_workers
+from tests.engine.memory_group import MemoryGroup, on_workers
 from tests.engine.pipelines import (
     Job,
     Layer,
@@ -24,7 +21,6 @@ from tests.engine.pipelines import (
     lay,
     linear,
     mlp,
-    numbers,
     one_step,
     take_place,
     train,
@@ -108,88 +104,6 @@ def test_another_cut_of_the_work_would_show(monkeypatch: pytest.MonkeyPatch) -> 
     job.exact = False
     (result,) = train(job, side_by_side(6, 1))
     assert result.differs_from(expected)
-
-
-# --- memory -------------------------------------------------------------------------------------------
-
-
-class Counted(nn.Module):
-    """Counts how many of its outputs' graphs are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.alive = self.most = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.alive += 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(y, self._gone)  # which the graph needs for its backward pass
-        return y.sin()
-
-    def _gone(self) -> None:
-        self.alive -= 1
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_stage_has_as_many_micro_batches_under_way_as_there_are_stages_to_the_end(stages: int) -> None:
-    count = 32
-    data = numbers(count)
-    job = Job(layers=lambda: [Counted() for _ in range(4)], data=data, global_batch=count, micro_batch=1, filled=False)
-    layout = lay((range(stages), [4 // stages] * stages))
-    network = Network(stages)
-    kept: list[int] = [0] * stages
-
-    def work(group: MemoryGroup) -> list[int]:
-        engine = job.engine()
-        take_place(engine, layout, group)
-        send = group.send
-
-        def counting(sends: Any) -> Any:
-            mine = f"{group.rank} →"
-            kept[group.rank] = max(
-                kept[group.rank], sum(letter.address.startswith(mine) for letter in [*network.letters])
-            )
-            return send(sends)
-
-        group.send = counting
-        one_step(engine, group, 0)
-        one_step(engine, group, 1)
-        layers = [engine.model.layers[n] for n in sorted(engine.model.held)]
-        assert all(layer.alive <= 1 for layer in layers), "something is left of the step before"
-        return [layer.most for layer in layers]
-
-    for stage, most in enumerate(on_workers(stages, work, network)):
-        assert max(most) <= stages - stage
-    if stages > 1:  # headers, activations and gradients that may not have arrived yet, not those of 32 micro-batches
-        assert max(kept) <= 6 * stages
-
-
-def test_while_evaluating_a_first_stage_is_only_so_far_ahead() -> None:
-    count = 64
-    data = numbers(count)
-    job = Job(layers=lambda: [linear() for _ in range(3)], data=data, micro_batch=1)
-    layout = lay(([0, 1, 2], [1, 1, 1]))
-    network = Network(3)
-    most = [0]
-
-    def work(group: MemoryGroup) -> list[float]:
-        engine = job.engine()
-        take_place(engine, layout, group)
-        send = group.send
-
-        def counting(sends: Any) -> Any:
-            most[0] = max(most[0], len([*network.letters]))
-            return send(sends)
-
-        group.send = counting
-        values = engine.evaluate(data, mse_loss, group)
-        group.vote(torch.zeros(1))
-        return values
-
-    assert len(on_workers(3, work, network)[2]) == count
-    assert most[0] < 40
 
 
 # --- errors -------------------------------------------------------------------------------------------

@@ -141,6 +141,36 @@ def test_gradients_are_clipped_to_the_norm_over_all_parameters() -> None:
     assert [p.item() for p in ps] == pytest.approx([-0.7, -0.9]), "a small gradient stays as it is"
 
 
+def test_the_norms_of_parameters_that_are_elsewhere_count_too() -> None:
+    """A stage has some of the gradients; what it is told of the others makes its factor everybody's."""
+    ps = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    update = Update(ps, lambda ps: SGD(ps, lr=1.0), clip_norm=1.0)
+    ps[0].grad = torch.tensor([3.0])
+    assert update.norms().tolist() == [3.0, 0.0]
+    update.apply(step=0, norms=torch.tensor([3.0, 4.0], dtype=torch.float64))
+    assert [p.item() for p in ps] == pytest.approx([-0.6, 0.0])
+
+
+def test_a_norm_does_not_depend_on_how_a_gradient_lies_in_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in [(33, 8, 3, 3), (64, 25), (7, 5, 3)]:
+        grad = torch.randn(shape, generator=generator)
+        found = set()
+        for lying in (grad, grad.transpose(0, 1).contiguous().transpose(0, 1), torch.cat([grad, grad])[: len(grad)]):
+            p = nn.Parameter(torch.zeros(shape))
+            p.grad = lying
+            found.add(Update([p], OPTIMIZERS["SGD"]).norms().item())
+        assert len(found) == 1
+
+
+def test_what_is_kept_for_parameters_that_have_gone_is_dropped() -> None:
+    update = Update(parameters(), OPTIMIZERS["AdamW"])
+    train(update, range(2))
+    update.forget(update.parameters[1:])
+    assert [bool(slot) for slot in update.slots(update.parameters)] == [True, False, False]
+    assert set(update.optimizer.state) == {update.parameters[0]}
+
+
 def test_setting_empty_slots_forgets_the_old_ones() -> None:
     update = Update(parameters(), OPTIMIZERS["AdamW"])
     train(update, range(2))

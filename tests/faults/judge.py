@@ -108,3 +108,20 @@ def assert_only_what_is_missing_moves(result: Result, before: int, after: int) -
         assert payload <= received <= payload + HEADER * len(units), f"{worker} lacks {payload}, received {received}"
     assert sum(e["sent"] for e in entered.values()) == sum(e["received"] for e in entered.values())
     return {worker: e["sent"] for worker, e in entered.items()}
+
+
+def assert_load_is_spread(result: Result, before: int, after: int, sent: dict[str, int]) -> None:
+    """Nobody sends more than its part of what it holds, but for one unit."""
+    held = {worker: units_of(layers) for worker, layers in places(result, before).items()}
+    wanted = {worker: units_of(layers) for worker, layers in places(result, after).items()}
+    part: dict[str, float] = dict.fromkeys(sent, 0.0)
+    count = 0
+    for receiver, units in wanted.items():
+        for unit in units - held.get(receiver, set()):
+            holders = [worker for worker in held if worker in sent and unit in held[worker]]
+            count += 1
+            for worker in holders:
+                part[worker] += sizes()[unit][1] / len(holders)
+    largest = max(size for _, size in sizes().values())
+    for worker, number in sent.items():
+        assert number <= part[worker] + largest + HEADER * count, f"{worker} sent {number} of {sent}"

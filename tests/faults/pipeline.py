@@ -4,10 +4,8 @@ The first and the last layer share a weight; lengths change from micro-batch to 
 last micro-batch are ragged. Settings come from the environment, as in ``train.py``.
 """
 
-import itertools
 import json
 import os
-import signal
 import time
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.cluster.group import Group
+from tests.faults.meddling import meddle
 from tests.faults.train import stages_of
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 69, 16, 2  # 4 full batches and one of 5: two micro-batches of 2 and one of 1
@@ -149,37 +147,10 @@ def make_layers() -> list[nn.Module]:
     return [embed, Places(), *mixing, Split(), Turn(), Join(), head]
 
 
-def meddle_with_votes(plan: str) -> None:
-    """What no phase can say, as in "deaf 0.0 5; die 0.1 5": something happens to a worker in its vote number 5.
-
-    Who is deaf is heard by the others, but hears nobody until the generation breaks; who dies has heard all.
-    """
-    wanted = [part.split() for part in plan.split(";") if part.strip()]
-    mine = {int(count): what for what, worker, count in wanted if worker == os.environ.get("HOLDFAST_WORKER")}
-    votes = itertools.count(1)
-    real = Group.vote
-
-    def vote(group: Group, ballot: Tensor) -> None:
-        what = mine.get(next(votes))
-        if what != "deaf":
-            real(group, ballot)
-        if what == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "deaf":
-            others = [rank for rank in range(group.size) if rank != group.rank]
-            group.start([(rank, ballot.clone(), 0) for rank in others], [])
-            while True:
-                time.sleep(0.002)
-                group.check()
-
-    Group.vote = vote  # type: ignore[method-assign]
-
-
 def main() -> None:
     setting = os.environ.get
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
-    if setting("VOTES"):
-        meddle_with_votes(setting("VOTES", ""))
+    meddle(setting("MEDDLE", ""))
     run = holdfast.Run(
         layers=make_layers(),
         loss=loss,
@@ -203,8 +174,8 @@ def main() -> None:
     wanted, patient = int(setting("WANTED", "0")), int(setting("PATIENT", "0"))
     values = {}
     for step in run.steps(int(setting("STEPS", "10"))):
-        if step.number >= patient and step.workers != wanted and wanted:
-            time.sleep(float(setting("PAUSE", "0.02")))  # slow down until so many workers train
+        if step.number >= patient and step.workers != wanted and wanted and not os.path.exists(setting("HURRY", "")):
+            time.sleep(float(setting("PAUSE", "0.02")))  # slow down until so many workers train, or that file exists
         if step.number % 4 == 3:
             values[step.number] = run.evaluate(Sentences())
     if setting("MODEL"):

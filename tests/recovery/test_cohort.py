@@ -64,7 +64,8 @@ def assert_trained(town: Town, expected: Result) -> None:
         wrong = [name for name, tensor in tensors.items() if not same_bits(tensor, expected.tensors[name])]
         assert not wrong, f"{worker}: {wrong}"
         found |= tensors.keys()
-    assert found == expected.tensors.keys()
+    if town.trained.keys() >= {*town.generations[-1].workers}:  # else one was killed when all was done
+        assert found == expected.tensors.keys()
 
 
 def run(town: Town, workers: int) -> Town:
@@ -110,9 +111,7 @@ def test_one_worker_killed_anywhere(make_town: Any, expected: Result, phase: str
 @pytest.mark.parametrize("unlucky", [["0.0"], ["0.1", "0.2"], ["0.0", "0.2", "0.3"], ["0.0", "0.1", "0.2", "0.3"]])
 @pytest.mark.parametrize("vote", [1, 2, 4])
 @pytest.mark.parametrize("how", ["unlucky", "rash"])
-def test_a_vote_that_fails_for_some(
-    make_town: Any, expected: Result, unlucky: list[str], vote: int, how: str
-) -> None:
+def test_a_vote_that_fails_for_some(make_town: Any, expected: Result, unlucky: list[str], vote: int, how: str) -> None:
     """Those who have seen it succeed are ahead: the others roll forward, or all do it again."""
     town = run(make_town(at(*((worker, how, vote) for worker in unlucky)), 4), 4)
     assert_trained(town, expected)
@@ -122,36 +121,77 @@ def test_a_vote_that_fails_for_some(
         assert set(ahead) == ({vote - 1, vote} if len(unlucky) < 4 else {vote - 1})
 
 
-def others_behind(size: int, seed: str) -> Any:
-    """The first worker has the first layers, the last one all others, and they change places."""
-    places = [0, size - 1] if "'0.2', [2" not in seed else [size - 1, 0]
-    return lay((places, [2, 3]), size=size) if size > 1 else lay(([0], [LAYERS]))
+SPLIT = lay(([0, 1], [2, 3]))
+
+
+def one_pipeline(size: int, seed: str) -> Any:
+    """The first worker has the first layers, the second one the others, and more have nothing to do."""
+    return lay(([0, 1], [2, 3]), size=size) if size > 1 else lay(([0], [LAYERS]))
+
+
+FIRST_STEP = at(("0.0", "unlucky", 1), ("0.1", "voted", 1))  # only 0.2 sees it succeed and lives
 
 
 def test_who_rolls_forward_does_not_take_its_old_copies_for_new(make_town: Any) -> None:
-    """At the begin the first worker has all layers. After the first step it has only those that it updates:
-    if their only other holder is lost then, they are lost, and their first values must not come back."""
-    fate = at(("0.0", "unlucky", 1), ("0.2", "copy", 1))
-    town = run(make_town(fate, 3, others_behind), 3)
+    """At the begin the first worker has all layers; after the first step only those that it has updated are right.
+    The others are lost with their only holder: their first values must not come back."""
+    town = run(make_town(FIRST_STEP, 3, one_pipeline), 3)
     assert town.over == "a part of the state is lost"
+
+
+def test_old_copies_do_not_come_back_if_the_next_generation_breaks_too(make_town: Any, expected: Result) -> None:
+    """The first worker rolls forward, and before it has done anything else another is lost. Then it gets the layers
+    of which it still has the first values."""
+
+    def places(size: int, seed: str) -> Any:
+        return lay(([0, 1], [2, 3]), size=size) if size == 4 else lay(([1, 0], [2, 3]), size=size)
+
+    town = run(make_town(at(("0.0", "unlucky", 1), ("0.3", "layout", 2)), 4, places), 4)
+    assert [len(generation.members) for generation in town.generations] == [4, 4, 3]
+    assert_trained(town, expected)
+
+
+def test_a_joiner_whose_first_generation_breaks_has_no_state_yet(make_town: Any, expected: Result) -> None:
+    """It has a model of its own, with first values, and knows where the run is: nothing of that is the run's state."""
+
+    def places(size: int, seed: str) -> Any:
+        return SPLIT if len(town.generations) == 3 else lay(*[([rank], [LAYERS]) for rank in range(size)])
+
+    town = make_town(at(("0.1", "layout", 2)), 2, places)
+
+    def after_step(worker: str, step: int) -> None:
+        if worker == "0.0" and step == 1:
+            town.let_in(1)
+
+    town.after_step = after_step
+    run(town, 2)
+    assert [generation.workers for generation in town.generations[1:]] == [["0.0", "0.1", "0.2"], ["0.0", "0.2"]]
+    assert_trained(town, expected)
+
+
+@pytest.mark.parametrize("layout", [one_pipeline, spread_out])
+def test_the_last_vote_may_fail_too(make_town: Any, expected: Result, layout: Any) -> None:
+    """Who has seen it succeed is gone. The others vote again, or are sent home if layers are gone too."""
+    town = run(make_town(at(("0.0", "unlucky", STEPS + 1)), 2, layout), 2)
+    assert_trained(town, expected)
+    assert town.trained.keys() == ({"0.1"} if layout is one_pipeline else {"0.0", "0.1"})
 
 
 def test_workers_join_and_leave(make_town: Any, expected: Result) -> None:
     town = make_town(nothing, 3)
 
     def after_step(worker: str, step: int) -> None:
-        if worker == "0.0" and step == 1:
-            town.target = 5
-            town.start(2)
-        if worker == "0.1" and step == 3:
-            town.asked.add("0.1")
-            town.target = 4
+        if (worker, step) == ("0.0", 0):
+            town.let_in(2)
+        if (worker, step) == ("0.0", 2):
+            town.asked.add("0.0")
+            town.target -= 1
 
     town.after_step = after_step
     run(town, 3)
     assert_trained(town, expected)
-    assert "0.1" not in town.trained or len(town.generations) < 3
-    assert {"0.0", "0.2"} <= town.trained.keys()
+    assert town.trained.keys() == {"0.1", "0.2", "0.3", "0.4"}
+    assert town.generations[-1].workers == sorted(town.trained)
 
 
 def chances(seed: int, size: int) -> Fate:
@@ -212,14 +252,5 @@ def test_old_copies_taken_for_new_would_show(make_town: Any, expected: Result, m
     """The control: a worker that has voted, and rolls forward, is believed to have updated all that it has."""
     for module in (membership_module, settle):
         monkeypatch.setattr(module, "still_held", as_if_all_were_updated)
-
-    def holds(seed: int) -> bool:
-        town = make_town(at(*((f"0.{worker}", "unlucky", 1) for worker in range(3))), 4)
-        town.layouts = lambda size, held: random_layout(LAYERS, size, f"{seed} {held}")
-        try:
-            assert_trained(run(town, 4), expected)
-        except AssertionError:
-            return False
-        return True
-
-    assert not all(holds(seed) for seed in range(12))
+    with pytest.raises(AssertionError):
+        assert_trained(run(make_town(FIRST_STEP, 3, one_pipeline), 3), expected)

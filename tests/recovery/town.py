@@ -20,12 +20,12 @@ from holdfast.cluster import compose
 from holdfast.cluster.events import Events
 from holdfast.cluster.membership import Generation, Member, Standing, lost_units, worker_order
 from holdfast.engine.state import State
-from holdfast.errors import Broken
 from holdfast.plan.layout import Layout
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
-from tests.engine.memory_group import PATIENCE, Letter, Lost, MemoryGroup, Network
+from tests.engine.memory_group import PATIENCE
 from tests.engine.pipelines import CPU, Job, lay, state_of
+from tests.recovery.wires import TownGroup, Wires
 
 Fate = Callable[[str, str, int], bool]  # (worker, point, how often it was there) → whether it strikes
 
@@ -36,81 +36,6 @@ class Killed(BaseException):
 
 class Sent(BaseException):
     """The coordinator sends a worker away: it left as asked, or the run cannot go on."""
-
-
-class Wires(Network):
-    """What is sent stays on its way, whatever becomes of the sender."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._all: list[Letter] = []
-        self.voted: list[int] = []  # those whose ballots are on their way
-
-    def put(self, sender: int, receiver: int, tag: int, tensor: torch.Tensor) -> Letter:
-        letter = super().put(sender, receiver, tag, tensor)
-        self._all.append(letter)
-        return letter
-
-
-class TownGroup(MemoryGroup):
-    """A group that breaks: for everybody, as soon as one gives it up."""
-
-    network: Wires
-
-    def __init__(self, rank: int, network: Wires, generation: Generation, town: Town) -> None:
-        super().__init__(rank, network)
-        self.generation, self._town = generation, town
-        self._over = False
-
-    def check(self) -> None:
-        if self._over:
-            raise Broken("the group is closed")
-
-    def abort(self, reason: str) -> None:
-        self._over = True
-        self.network.failed.set()
-
-    def close(self) -> None:
-        self.abort("closed")
-
-    def start(self, sends: Any, receives: Any) -> Any:
-        self.check()
-        return super().start(sends, receives)
-
-    def send(self, sends: Any) -> Any:
-        self.check()
-        return super().send(sends)
-
-    def finish(self, works: Any) -> None:
-        try:
-            super().finish(works)
-        except Lost as e:
-            self.abort(str(e))
-            raise Broken(str(e)) from e
-
-    def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None) -> None:
-        """Each hears from each, so that it may succeed for some and fail for others."""
-        self._sum_of(values, range(self.size) if ranks is None else ranks)
-
-    def vote(self, ballot: torch.Tensor) -> None:
-        """An unlucky one's ballot gets through, but it hears from nobody; a rash one gives up before all have voted."""
-        unlucky, rash = self._town.strikes("unlucky"), self._town.strikes("rash")
-        if unlucky or rash:
-            self.start([(rank, ballot.clone(), 0) for rank in range(self.size) if rank != self.rank], [])
-            self.network.voted.append(self.rank)
-            while unlucky and len(self.network.voted) < self.size and not self.network.failed.wait(0.001):
-                pass
-            self.abort("lost touch")
-            raise Broken("lost touch")
-        mine = ballot.clone()
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        heard = {rank: torch.empty_like(ballot) for rank in others}
-        works = self.start([(rank, mine, 0) for rank in others], [(rank, heard[rank], 0) for rank in others])
-        self.network.voted.append(self.rank)
-        self.finish(works)
-        self.network.voted.remove(self.rank)
-        heard[self.rank] = mine
-        ballot.copy_(sum(heard[rank] for rank in range(self.size)))
 
 
 @dataclass
@@ -150,6 +75,13 @@ class Town:
                 self._alive.add(name)
                 self._threads.append(threading.Thread(target=self._live, args=(name,), name=name))
                 self._threads[-1].start()
+
+    def let_in(self, count: int) -> None:
+        """More workers, which are ready by the time this returns."""
+        self.target += count
+        self.start(count)
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.waiting()) == count, PATIENCE)
 
     def join(self) -> None:
         for thread in self._threads:
@@ -204,8 +136,10 @@ class Town:
 
     def _advance(self) -> None:
         self._changed.notify_all()
+        if self.over is not None:
+            return
         if self.generation is None:
-            if len(self._standings) == self.target:
+            if self._standings and self._standings.keys() >= self._alive:  # one may have been lost already
                 self._announce(sorted(self._standings, key=worker_order))
             return
         present = [w for w in self.members if w in self._alive]
@@ -220,7 +154,11 @@ class Town:
         if (lost_units(standings.values()) or nobody) and not self.finishing:
             self.over = "a part of the state is lost"
             return
-        made = compose.compose(standings=standings, waiting=[] if self.finishing else self.waiting(), target=self.target)
+        if lost_units(standings.values()):  # all had voted for the end: the run is over
+            self._dismissed |= {*standings}
+            return
+        waiting = [] if self.finishing else self.waiting()
+        made = compose.compose(standings=standings, waiting=waiting, target=self.target)
         self._dismissed |= {*made.dismissed}
         self._alive -= {*made.dismissed}
         for worker in made.dismissed:
@@ -247,10 +185,11 @@ class Town:
             raise Killed(phase)
 
     def form(self, generation: Generation, worker: str, store: Any, device: torch.device) -> TownGroup:
-        return TownGroup(generation.rank_of(worker), self._wires[generation.number], generation, self)
+        return TownGroup(generation.rank_of(worker), self._wires[generation.number], generation, self.strikes)
 
     def lay_out(self, *, workers: Sequence[str], held: Any, **rest: Any) -> Layout:
-        """Any layout will do: pure, and another one for each generation."""
+        """Any layout will do: pure, and another one for each generation. By then all know where the run is."""
+        self.point("layout")
         return self.layouts(len(workers), repr((list(workers), sorted((w, sorted(h)) for w, h in held.items()))))
 
     def _live(self, name: str) -> None:

@@ -1,0 +1,84 @@
+"""Faults that no phase can name, as in ``MEDDLE="deaf 0.0 5; die 0.1 5; copying 0.2; filling 0.3"``.
+
+``deaf W N``: vote number N of worker W is heard by the others, but it hears nobody until the generation breaks.
+``die W N``: W is killed when it has heard everybody in its vote number N. ``copying W``: W is killed when
+layers come or go, but not at the begin. ``filling W``: W is killed when it has read its layers from a checkpoint.
+"""
+
+import itertools
+import os
+import signal
+import time
+
+from torch import Tensor
+
+from holdfast.cluster import faults
+from holdfast.cluster.group import Group
+from holdfast.recovery import copy
+from holdfast.recovery.resume import Resumer
+
+
+def meddle(plan: str) -> None:
+    """Prepares what is planned for this worker."""
+    worker = os.environ.get("HOLDFAST_WORKER")
+    planned = [part.split() for part in plan.split(";") if part.strip()]
+    mine = [(what, *rest) for what, name, *rest in planned if name == worker]
+    votes = {int(rest[0]): what for what, *rest in mine if rest}
+    if votes:
+        _meddle_with_votes(votes)
+    if ("copying",) in mine:
+        _die_copying()
+    if ("filling",) in mine:
+        _die_filling()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _meddle_with_votes(planned: dict[int, str]) -> None:
+    count = itertools.count(1)
+    real = Group.vote
+
+    def vote(group: Group, ballot: Tensor) -> None:
+        what = planned.get(next(count))
+        if what == "deaf":
+            others = [rank for rank in range(group.size) if rank != group.rank]
+            group.start([(rank, ballot.clone(), 0) for rank in others], [])
+            while True:
+                time.sleep(0.002)
+                group.check()
+        real(group, ballot)
+        if what == "die":
+            _die()
+
+    Group.vote = vote  # type: ignore[method-assign]
+
+
+def _die_copying() -> None:
+    real = faults.point
+
+    def point(phase: faults.Phase) -> None:
+        trained = [member.standing.operation for member in _generation()]
+        if phase == "copy" and any(trained):
+            _die()
+        real(phase)
+
+    copy.faults.point = point
+
+
+def _generation():  # type: ignore[no-untyped-def]
+    from holdfast.run import _clients
+
+    generation = _clients[0]._generation
+    return () if generation is None else generation.members
+
+
+def _die_filling() -> None:
+    real = Resumer.fill
+
+    def fill(resumer: Resumer, step: int) -> None:
+        real(resumer, step)
+        _die()
+
+    Resumer.fill = fill  # type: ignore[method-assign]
