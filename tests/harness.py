@@ -17,6 +17,7 @@ from holdfast.cluster.events import read_events
 from holdfast.cluster.local import LocalWorker, start_zygote
 
 TRAIN = Path(__file__).parent / "faults" / "train.py"
+HEARTBEAT = 3.0  # seconds: a worker that waits for its turn on a busy machine is not lost
 _zygote: list[Any] = []
 
 
@@ -93,7 +94,7 @@ def launch(
 ) -> Result:
     """One run on this machine, to its end. ``meddle`` may disturb it from outside."""
     said: list[str] = []
-    defaults = {"heartbeat_timeout": 1.0, "log_dir": folder / "logs"}
+    defaults = {"heartbeat_timeout": HEARTBEAT, "log_dir": folder / "logs"}
     chosen = AgentSettings(
         command=[str(script), *(arguments or [])],
         workers=workers,
@@ -189,7 +190,7 @@ def launch_hosts(
     return _result(folder, asyncio.run(run()), folder / "logs", said)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     for _ in range(int(seconds / 0.005)):
         if condition():
             return

@@ -63,6 +63,7 @@ class Engine:
         self._reduction: Reduction | None = None
         self._stage: Stage | None = None
         self._norms: torch.Tensor | None = None
+        self._tells = torch.empty(0, dtype=torch.bool)  # which parameters' norms this worker tells the others
         self._last_backward = False
         self._ready: set[int] = set()  # parameters whose gradient of the current micro-batch is there
         for layer in model.layers:
@@ -80,8 +81,9 @@ class Engine:
         post = post_of(layout, group.rank)
         self._stage = None if post is None else Stage(group, post, self.model.device)
         groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
+        places = [(r, layers) for line in layout.lines for r, layers in zip(line.ranks, line.layers, strict=True)]
         for number, layer in enumerate(self.model.layers):
-            ranks = tuple(r for line in layout.lines for r in line.ranks if r in layout.holders(number))
+            ranks = tuple(r for r, layers in places if number in layers)
             if not groups or groups[-1][0] != ranks:
                 groups.append((ranks, []))
             groups[-1][1].extend(p for p in layer.parameters() if p.requires_grad)
@@ -93,6 +95,8 @@ class Engine:
                 bucket.free, bucket.scratch = before.free, before.scratch
         self._buckets = mine
         self._position = {id(p): place for place, bucket in enumerate(mine) for p in bucket.parameters}
+        tells = [layout.holders(layer)[0] == group.rank for layer in self._home]
+        self._tells = torch.tensor(tells, device=self.model.device)
 
     def _gradient_ready(self, p: torch.Tensor) -> None:
         reduction = self._reduction
@@ -122,7 +126,7 @@ class Engine:
         count = self.order.micro_batches(step)
         losses = [0.0] * count
         buffers = self.model.buffer_versions()
-        self.model.module.train()
+        self.model.train()
         self.used = []
         reduction = self._reduction = Reduction(self._buckets, group, self._shares(count), exact=self.exact)
         if self._stage is not None:
@@ -228,10 +232,7 @@ class Engine:
         """The norms of all parameters' gradients, where some are elsewhere: each told by one who has it."""
         if self.update.clip_norm is None or self.layout.is_whole:
             return None
-        norms = self.update.norms()
-        for number, layer in enumerate(self._home):
-            if self.layout.holders(layer)[0] != group.rank:
-                norms[number] = 0.0
+        norms = self.update.norms().masked_fill_(~self._tells, 0.0)
         group.sum(norms)
         return norms
 
@@ -306,12 +307,12 @@ class Engine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        self.model.module.eval()
+        self.model.train(False)
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.model.module.train()
+            self.model.train()
             seed_everything(seed_of(self.order.seed, "evaluated"), self.model.device)
 
 

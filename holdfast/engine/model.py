@@ -133,6 +133,13 @@ class LayeredModel:
             x = layer(x)
         return x
 
+    def train(self, mode: bool = True) -> None:
+        """As ``nn.Module.train``; a layer may have copies of modules that it shares with another."""
+        self.module.train(mode)
+        if self.aliases:
+            for layer in self.layers:
+                layer.train(mode)
+
     # --- what is held ----------------------------------------------------------------------------
 
     def units_of(self, layers: Iterable[int]) -> list[Unit]:

@@ -48,24 +48,24 @@ def alias_shared(whole: nn.Module, layers: list[nn.Module]) -> Aliases:
 def _apart(whole: nn.Module, layer: nn.Module, number: int, earlier: set[int]) -> nn.Module:
     """The layer without modules that earlier layers have too: copies of those stand in for them."""
     if id(layer) in earlier:
-        twin = _twin(layer)
-        for name, child in whole._modules.items():
-            if child is layer and name == str(number):
+        twin = _twin(layer, whole)
+        for name, child in list(whole._modules.items())[number : number + 1]:
+            if child is layer:
                 whole._modules[name] = twin
         return twin
-    _replace(layer, earlier)
+    _replace(layer, earlier, whole)
     return layer
 
 
-def _replace(module: nn.Module, earlier: set[int]) -> None:
+def _replace(module: nn.Module, earlier: set[int], whole: nn.Module) -> None:
     for name, child in module._modules.items():
         if child is not None and id(child) in earlier:
-            module._modules[name] = _twin(child)
+            module._modules[name] = _twin(child, whole)
         elif child is not None:
-            _replace(child, earlier)
+            _replace(child, earlier, whole)
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """Another module with the same tensors."""
-    kept = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+def _twin(module: nn.Module, whole: nn.Module) -> nn.Module:
+    """Another module with the same tensors, and with those of others that it may refer to."""
+    kept = {id(tensor): tensor for part in (whole, module) for tensor in [*part.parameters(), *part.buffers()]}
     return copy.deepcopy(module, kept)

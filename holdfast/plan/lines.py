@@ -52,7 +52,7 @@ class Layout:
 
     def holders(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold a layer, ascending."""
-        return tuple(sorted(rank for rank, role in self._roles.items() if layer in role.layers))
+        return self._holders[layer]
 
     @property
     def is_whole(self) -> bool:
@@ -72,6 +72,14 @@ class Layout:
             for number, line in enumerate(self.lines)
             for stage, (rank, layers) in enumerate(zip(line.ranks, line.layers, strict=True))
         }
+
+    @cached_property
+    def _holders(self) -> list[tuple[int, ...]]:
+        found: list[list[int]] = [[] for _ in range(self.layers)]
+        for rank, role in sorted(self._roles.items()):
+            for layer in role.layers:
+                found[layer].append(rank)
+        return [tuple(ranks) for ranks in found]
 
     @cached_property
     def _shares(self) -> dict[int, list[range]]:

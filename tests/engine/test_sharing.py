@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from holdfast.engine.model import LayeredModel
 from holdfast.engine.sharing import alias_shared
 from holdfast.engine.tied import tied
 from holdfast.plan.layout import Layout, side_by_side
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
 from tests.engine.pipelines import (
+    CPU,
     MAKING,
     WIDTH,
     Job,
@@ -221,6 +224,17 @@ def test_the_first_layer_that_has_a_module_keeps_it() -> None:
     assert block[0] is inner
     assert second[0] is not block
     assert layers[1] is second
+
+
+@pytest.mark.parametrize("names", [["0", "1", "2"], ["first", "act", "again"], ["2", "1", "0"]])
+def test_a_copy_takes_its_place_in_the_whole_whatever_it_is_called(names: list[str]) -> None:
+    """Else it would not hear when training ends and evaluating begins."""
+    block = nn.Sequential(linear(), nn.Dropout(0.5))
+    whole = nn.Sequential(OrderedDict(zip(names, [block, nn.Tanh(), block], strict=True)))
+    model = LayeredModel(whole, seed=0, device=CPU)
+    assert [model.module.get_submodule(name) for name in names] == model.layers
+    model.module.eval()
+    assert not any(module.training for layer in model.layers for module in layer.modules())
 
 
 def test_buffers_of_a_shared_module_are_not_copied() -> None:

@@ -1,4 +1,4 @@
-"""What every run of ``pipeline.py`` is judged by: the same weights, nobody restarted, nothing done twice or sent twice."""
+"""What every run of ``pipeline.py`` is judged by: the same weights, nobody restarted, nothing done or sent twice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ HEARTBEAT = 5.0  # a worker that waits for a core is not lost
 HEADER = 1600  # bytes, at most, that describe one unit when it is sent
 
 
-def train(
-    folder: Path, *, workers: int, stages: str, tolerate: int = 1, steps: int = STEPS, **settings: Any
-) -> Result:
+def train(folder: Path, *, workers: int, stages: str, tolerate: int = 1, steps: int = STEPS, **settings: Any) -> Result:
     """One run; names in capitals are the script's settings, the others the harness's or the agent's."""
     environment = {name: settings.pop(name) for name in list(settings) if name.isupper()}
     environment |= {"STEPS": str(steps), "STAGES": stages, "TOLERATE": str(tolerate)}

@@ -199,7 +199,7 @@ def test_random_kills(tmp_path: Path, undisturbed, request: pytest.FixtureReques
                     struck.add(victim.name)
                     os.kill(victim.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
 
-        result = launch(folder, workers=4, environment={**SLOW, "STEPS": "120"}, meddle=meddle)
+        result = launch(folder, workers=4, environment={**SLOW, "STEPS": "120"}, meddle=meddle, heartbeat_timeout=1.5)
         assert_nothing_lost(result, undisturbed(120))
 
 
@@ -208,7 +208,7 @@ def test_a_coordinator_killed_at_the_very_end(tmp_path: Path) -> None:
         await training(agent, 19)
         kill_coordinator(agent)
 
-    result = launch(tmp_path, environment={"STEPS": "20", "WANTED": "99"}, meddle=meddle, seconds=30)
+    result = launch(tmp_path, environment={"STEPS": "20", "WANTED": "99"}, meddle=meddle)
     assert result.code == 0
 
 

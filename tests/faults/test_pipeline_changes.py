@@ -63,9 +63,7 @@ def test_only_what_is_missing_moves(tmp_path: Path, whole, workers: int, stages:
 def test_kill_while_layers_are_copied(tmp_path: Path, whole, doomed: list[str], stages: str, tolerate: int) -> None:
     meddle = "; ".join(f"copying {worker}" for worker in doomed)
     more = {"WANTED": "6", "PATIENT": "4", "MEDDLE": meddle}
-    result = train(
-        tmp_path, workers=6, stages=stages, tolerate=tolerate, steps=STEPS, faults=kill(["0.1"]), **more
-    )
+    result = train(tmp_path, workers=6, stages=stages, tolerate=tolerate, steps=STEPS, faults=kill(["0.1"]), **more)
     assert_same(result, whole(STEPS))
     assert_nothing_twice(result)
     assert {e["worker"] for e in result.of("failure") if e["member"]} >= {"0.1", *doomed}

@@ -1,4 +1,4 @@
-"""Pipelines that lose more than they can: back to the checkpoint, or an end in words; and other layouts go on from it."""
+"""Pipelines that lose more than they can: back to the checkpoint, or an end in words; other layouts go on from it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_random_kills_in_random_phases(tmp_path: Path, whole, seed: int) -> None
     assert_as_if_nothing_had_happened(result, whole(steps))
 
 
-STEPS = 150
+STEPS = 80
 
 
 def test_random_hosts_come_go_and_are_struck(tmp_path: Path, whole, seed: int) -> None:

@@ -63,7 +63,7 @@ def test_two_at_once_and_all_but_one(tmp_path: Path, undisturbed) -> None:
 @pytest.mark.parametrize("phase", ["forward", "reduce", "vote"])
 def test_hang(tmp_path: Path, undisturbed, phase: str, worker: str) -> None:
     faults = f"stop worker={worker} step=4 phase={phase}"
-    result = launch(tmp_path, faults=faults, environment={"STEPS": str(STEPS)}, heartbeat_timeout=0.6)
+    result = launch(tmp_path, faults=faults, environment={"STEPS": str(STEPS)}, heartbeat_timeout=1.0)
     assert_nothing_lost(result, undisturbed(STEPS))
     assert "heartbeat" in result.of("failure")[0]["cause"]
 
