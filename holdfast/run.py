@@ -266,8 +266,6 @@ class Run:
 
     def _say_what_is_survived(self) -> None:
         """Once for each number of workers that is too small, not for each step."""
-        if isinstance(self._cohort.membership, Solo):  # one process, as it was started
-            return
         wished, possible = self._wished, self.engine.layout.tolerate
         said = f"{count(self.workers, 'worker')} cannot survive the loss of {wished}" if possible < wished else ""
         if said and said != self._said and self.is_first_worker:

@@ -141,7 +141,7 @@ def test_who_has_not_heard_the_vote_rolls_forward(tmp_path: Path, whole, count: 
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_what_was_not_updated_does_not_pass_for_a_copy(tmp_path: Path, whole, saves: bool) -> None:
-    """0.0 has the initial values of all layers, and rolls forward with its own: the others are no copies of anything."""
+    """0.0 has the initial values of all layers, and rolls forward with its own: the others are no copies of it."""
     faults = "kill worker=0.3 step=1 phase=backward; kill worker=0.1 step=1 phase=regroup"
     more = {"CHECKPOINT": str(tmp_path / "saved")} if saves else {}
     result = train(tmp_path / "a", workers=4, stages="5,5", MEDDLE="deaf 0.0 1", faults=faults, **more)
