@@ -181,7 +181,7 @@ def test_what_a_killed_writer_left_is_replaced(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HoldfastError, match="cannot write .*model: "):
+    with pytest.raises(HoldfastError, match=r"cannot write .*model: "):
         write(tmp_path / "file" / "model", PARTS[0], states_of(PARTS[0]))
 
 
