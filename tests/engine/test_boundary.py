@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.engine import boundary
 from holdfast.engine import model as model_module
@@ -19,8 +19,11 @@ from tests.engine.between import BETWEEN, between
 from tests.engine.pipelines import (
     WIDTH,
     Job,
+    Layer,
+    assert_same,
     assert_same_everywhere,
     each_alone,
+    linear,
     train,
     train_alone,
 )
@@ -134,3 +137,64 @@ def test_memory_that_is_not_aligned_does_not_lie_well() -> None:
     assert lies_well(room[16:]), "64 bytes on"
     assert not lies_well(torch.zeros(1).expand(5))
     assert not lies_well(torch.zeros(3, dtype=torch.complex64).conj())
+
+
+# --- layers at random ----------------------------------------------------------------------------------
+
+APPEND: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x[:],
+    "part": lambda x: torch.cat([x, x])[: len(x)],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "slice": lambda x: torch.cat([x, x], 1)[:, 1 : W + 1],
+    "expanded": lambda x: x.mean(0, keepdim=True).expand(len(x), W),
+    "same": lambda x: x,
+    "detached": lambda x: x.detach(),
+    "changed": lambda x: x * 1.5,
+}
+
+
+class Drawn(nn.Module):
+    """Does with a list of tensors what it is told."""
+
+    def __init__(self, orders: list[tuple[str, int, int]], shared: nn.Linear) -> None:
+        super().__init__()
+        self.orders, self.own = orders, linear()
+        if any(name == "tied" for name, _, _ in orders):
+            self.shared = shared
+
+    def forward(self, given: Any) -> Any:
+        x = [given] if isinstance(given, Tensor) else list(given)
+        for name, i, j in self.orders:
+            i, j = i % len(x), j % len(x)
+            if name in APPEND:
+                x.append(APPEND[name](x[i]))
+            elif name == "drop" and len(x) > 1:
+                del x[i]
+            elif name == "write":
+                x[i].add_(x[j].detach().sign())
+            elif name == "mix":
+                x[i] = x[i] * x[j].tanh()
+            else:
+                x[i] = (self.shared if name == "tied" else self.own)(x[i]).sin()
+        return tuple(x)
+
+
+names = st.sampled_from([*APPEND, "linear", "linear", "mix", "mix", "write", "tied", "drop"])
+orders = st.lists(st.tuples(names, st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=4)
+
+
+@given(st.lists(orders, min_size=2, max_size=4))
+@settings(deadline=None, max_examples=20)
+def test_layers_at_random_have_the_bits_of_one_worker(drawn: list[list[tuple[str, int, int]]]) -> None:
+    def layers() -> list[nn.Module]:
+        shared = linear()
+        last = Layer(lambda x, m: m(sum(x[1:], x[0])), linear())
+        return [linear(), *(Drawn(each, shared) for each in drawn), last]
+
+    job = Job(layers=layers, clip_norm=0.3, steps=1, global_batch=6)
+    try:
+        expected = train_alone(job)
+    except RuntimeError as e:  # what torch itself refuses: written into where it is still needed
+        assume("inplace" not in str(e) and "in-place" not in str(e) and "single memory location" not in str(e))
+        raise
+    assert_same(job, each_alone(len(drawn) + 2), expected=expected)
