@@ -138,8 +138,9 @@ class Arranger:
     def _lay_out(self, generation: Generation, settlement: Settlement) -> Layout:
         wishes, model, workers = self._wishes, self._model, generation.workers
         known = self._state.progress.get("profile")
+        needs = [{unit.number for unit in model.units_of([layer])} for layer in range(len(model.layers))]
         layers = {
-            worker: [n for n in range(len(model.layers)) if all(u.number in units for u in model.units_of([n]))]
+            worker: [layer for layer, needed in enumerate(needs) if needed <= units]
             for worker, units in settlement.held.items()
         }
         found = lay_out(
@@ -204,7 +205,8 @@ class Arranger:
         known = self._state.progress.get("profile")
 
         def hold() -> None:
-            if known is not None:  # what a checkpoint says of it was measured elsewhere
+            self._state.progress.pop("profile", None)  # what a checkpoint says of it was measured elsewhere
+            if known is not None:
                 self._state.progress["profile"] = known
             self.layout = self._lay_out(generation, settlement)
             self._hold_place(group.rank)
