@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from holdfast.engine.model import LayeredModel
@@ -15,6 +16,7 @@ from tests.faults import pipeline
 from tests.harness import Result, assert_each_sample_once_per_epoch, assert_every_worker_commits_each_step_once, launch
 
 PIPELINE = Path(pipeline.__file__)
+FEW = 3  # with a larger --soak the sweeps are complete
 STEPS = 8
 HEARTBEAT = 5.0  # a worker that waits for a core is not lost
 HEADER = 1600  # bytes, at most, that describe one unit when it is sent
@@ -27,6 +29,13 @@ def train(folder: Path, *, workers: int, stages: str, tolerate: int = 1, steps: 
     settings.setdefault("heartbeat_timeout", HEARTBEAT)
     folder.mkdir(exist_ok=True)
     return launch(folder, script=PIPELINE, workers=workers, environment=environment, **settings)
+
+
+def sweep(metafunc: pytest.Metafunc, name: str, complete: Sequence[Any], some: Sequence[Any]) -> None:
+    """All cases with a long soak, some of them without."""
+    if name in metafunc.fixturenames:
+        cases = complete if metafunc.config.getoption("--soak") > FEW else some
+        metafunc.parametrize(name, cases, ids=["-".join(map(str, case)) for case in cases])
 
 
 def kill(workers: Iterable[str], *, step: int = 4, phase: str = "backward") -> str:

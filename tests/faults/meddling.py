@@ -3,19 +3,24 @@
 ``deaf W N``: vote number N of worker W is heard by the others, but it hears nobody until the generation breaks.
 ``die W N``: W is killed when it has heard everybody in its vote number N. ``copying W``: W is killed when
 layers come or go, but not at the begin. ``filling W``: W is killed when it has read its layers from a checkpoint.
+``sending W N``: W is killed in the middle of the Nth large message that it sends.
 """
 
 import itertools
 import os
 import signal
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from holdfast.cluster import faults
-from holdfast.cluster.group import Group
+from holdfast.cluster.group import Group, Transfer
 from holdfast.recovery import copy
 from holdfast.recovery.resume import Resumer
+
+LARGE = 1_000_000
 
 
 def meddle(plan: str) -> None:
@@ -23,9 +28,11 @@ def meddle(plan: str) -> None:
     worker = os.environ.get("HOLDFAST_WORKER")
     planned = [part.split() for part in plan.split(";") if part.strip()]
     mine = [(what, *rest) for what, name, *rest in planned if name == worker]
-    votes = {int(rest[0]): what for what, *rest in mine if rest}
+    votes = {int(rest[0]): what for what, *rest in mine if what in ("deaf", "die")}
     if votes:
         _meddle_with_votes(votes)
+    for number in [int(rest[0]) for what, *rest in mine if what == "sending"]:
+        _die_sending(number)
     if ("copying",) in mine:
         _die_copying()
     if ("filling",) in mine:
@@ -53,6 +60,21 @@ def _meddle_with_votes(planned: dict[int, str]) -> None:
             _die()
 
     Group.vote = vote  # type: ignore[method-assign]
+
+
+def _die_sending(number: int) -> None:
+    """What is posted is sent by a thread of its own: of a large message, some has been sent a moment later."""
+    count = itertools.count(1)
+    real = Group.start
+
+    def start(group: Group, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
+        works = real(group, sends, receives)
+        if any(tensor.nbytes >= LARGE for _, tensor, _ in sends) and next(count) == number:
+            time.sleep(0.002)
+            _die()
+        return works
+
+    Group.start = start  # type: ignore[method-assign]
 
 
 def _die_copying() -> None:

@@ -7,6 +7,7 @@ last micro-batch are ragged. Settings come from the environment, as in ``train.p
 import json
 import os
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,11 +141,17 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target[:, : output.shape[1]].flatten())
 
 
-def make_layers() -> list[nn.Module]:
+def make_layers(*, hidden: int = 96) -> list[nn.Module]:
     embed = Embed()
     head = holdfast.tied(Head(), **{"head.weight": embed.words.weight})
-    mixing = [Mix(48, 0.1), Drop(), Mix(96, 0.2), Mix(16, 0.0)]
+    mixing = [Mix(48, 0.1), Drop(), Mix(hidden, 0.2), Mix(16, 0.0)]
     return [embed, Places(), *mixing, Split(), Turn(), Join(), head]
+
+
+def make_later(*, hidden: int = 96) -> list[Any]:
+    """The same layers as functions: each worker makes those that it holds."""
+    first = [Embed, Places, partial(Mix, 48, 0.1), Drop, partial(Mix, hidden, 0.2), partial(Mix, 16, 0.0)]
+    return [*first, Split, Turn, Join, holdfast.tied(Head, **{"head.weight": "0.words.weight"})]
 
 
 def main() -> None:
@@ -152,7 +159,7 @@ def main() -> None:
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
     meddle(setting("MEDDLE", ""))
     run = holdfast.Run(
-        layers=make_layers(),
+        layers=(make_later if setting("LATER") else make_layers)(hidden=int(setting("HIDDEN", "96"))),
         loss=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
         schedule=lambda step: 1e-2 / (1 + 0.1 * step),

@@ -13,7 +13,7 @@ import torch
 from holdfast.checkpoint import load, open_checkpoint, save, series
 from holdfast.checkpoint.read import read_tensor
 from holdfast.cluster.agent import Agent
-from tests.faults.judge import STEPS, assert_same, kill, train
+from tests.faults.judge import STEPS, assert_same, kill, sweep, train
 from tests.faults.test_checkpoints import damage, logs, steps_of
 from tests.faults.test_pipeline_changes import training
 from tests.harness import Result
@@ -30,6 +30,14 @@ def go(folder: Path, name: str, every: int = 3, **settings: Any) -> Result:
     return train(folder / name, **{**saved(folder, every), **settings})
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    phases = ["data", "forward", "backward", "reduce", "vote", "voted", "update"]
+    complete = [(phase, restarts) for phase in phases for restarts in (0, 100)]
+    sweep(metafunc, "back", complete, [("forward", 100), ("voted", 0)])
+    saving = [(f"0.{number}", phase) for number in range(6) for phase in ("snapshot", "write", "vote")]
+    sweep(metafunc, "saver", [*saving, ("0.0", "commit")], [("0.1", "snapshot"), ("0.4", "write"), ("0.0", "commit")])
+
+
 # --- all copies of a layer are lost --------------------------------------------------------------------
 
 
@@ -38,9 +46,8 @@ def lose(first: str, second: str, *, step: int = 4, phase: str = "backward") -> 
     return f"{kill([first], step=step, phase=phase)}; {kill([second], step=step, phase='regroup')}"
 
 
-@pytest.mark.parametrize("restarts", [0, 100])
-@pytest.mark.parametrize("phase", ["forward", "voted"])
-def test_everybody_goes_back_to_the_checkpoint(tmp_path: Path, whole, phase: str, restarts: int) -> None:
+def test_everybody_goes_back_to_the_checkpoint(tmp_path: Path, whole, back: tuple[str, int]) -> None:
+    phase, restarts = back
     result = go(tmp_path, "a", faults=lose("0.1", "0.4", phase=phase), max_restarts=restarts, **SIX)
     assert_same(result, whole(STEPS))
     assert len(result.of("resumed")) == 1
@@ -110,7 +117,7 @@ def test_below_the_minimum_by_leaving_they_save_and_say_so(
 
 def test_below_the_minimum_by_losses(tmp_path: Path, whole, capsys: pytest.CaptureFixture[str]) -> None:
     """Who is left cannot hold the model, and nobody comes: what was saved is for a later start with more workers."""
-    first = go(tmp_path, "a", workers=3, tolerate=0, faults=kill(["0.1", "0.2"]), max_restarts=0, **TIGHT)
+    first = go(tmp_path, "a", workers=3, tolerate=0, faults=lose("0.1", "0.2"), max_restarts=0, **TIGHT)
     assert first.code == 3
     assert "memory of at least 2" in capsys.readouterr().err
     second = go(tmp_path, "b", workers=2, tolerate=0, **TIGHT)
@@ -170,10 +177,8 @@ def test_each_tensor_is_written_once_and_the_load_is_spread(tmp_path: Path) -> N
     assert written == sum(read_tensor(catalogue, name).numel() for name in catalogue.tensors)
 
 
-@pytest.mark.parametrize(
-    ("worker", "phase"), [("0.1", "snapshot"), ("0.4", "write"), ("0.0", "commit"), ("0.2", "write"), ("0.0", "vote")]
-)
-def test_one_worker_killed_while_saving(tmp_path: Path, whole, worker: str, phase: str) -> None:
+def test_one_worker_killed_while_saving(tmp_path: Path, whole, saver: tuple[str, str]) -> None:
+    worker, phase = saver
     result = go(tmp_path, "a", faults=kill([worker], step=6, phase=phase), max_restarts=0, **SIX)
     assert_same(result, whole(STEPS))
     assert not result.of("resumed"), "the survivors have the state"

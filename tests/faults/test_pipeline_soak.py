@@ -26,7 +26,8 @@ SHAPES: list[dict[str, str]] = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("seed", range(metafunc.config.getoption("--soak")))
+    number = metafunc.config.getoption("--soak")
+    metafunc.parametrize("seed", range(number if "phases" in metafunc.function.__name__ else -(-number // 3)))
 
 
 def assert_as_if_nothing_had_happened(result: Result, whole: Result) -> None:
