@@ -22,10 +22,13 @@ _TRIES = 2  # repeated in a row without an answer
 def ask_when_idle(number: int, seconds: float) -> None:
     """Has the kernel ask the other end, on a socket where nothing is said, whether it is there."""
     pause = max(1, round(seconds / 4))
-    with socket.socket(fileno=os.dup(number)) as mine:
-        mine.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        mine.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-        mine.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    try:
+        with socket.socket(fileno=os.dup(number)) as mine:
+            mine.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            mine.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+            mine.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    except OSError:  # closed meanwhile: a peer was lost as soon as it was reached
+        pass
 
 
 def unanswered(number: int) -> float:

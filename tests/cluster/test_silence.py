@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +74,12 @@ def test_a_watch_that_is_over_says_nothing() -> None:
         time.sleep(0.1)
     assert not said
     assert silence.unanswered(line.fileno()) == 0.0, "closed meanwhile"
+
+
+def test_a_descriptor_that_is_no_socket_any_more_is_no_matter(tmp_path: Path) -> None:
+    """Gloo may have closed it before anybody watches, and the number may be somebody else's."""
+    with (tmp_path / "file").open("w") as other:
+        silence.ask_when_idle(other.fileno(), 1.0)
+        assert silence.unanswered(other.fileno()) == 0.0
+        number = other.fileno()
+    silence.ask_when_idle(number, 1.0)
