@@ -22,7 +22,7 @@ from tests.faults.judge import (
     sweep,
     train,
 )
-from tests.harness import TRAIN, Result
+from tests.harness import Result
 
 LAYOUTS = [
     *((workers, "auto", tolerate, {}) for workers in range(1, 9) for tolerate in (0, 1, 2)),
@@ -74,7 +74,8 @@ def test_the_layout_does_not_matter(tmp_path: Path, whole, layout: tuple[int, st
 def test_one_process_without_an_agent_is_the_same(tmp_path: Path, whole) -> None:
     results = tmp_path / "results.jsonl"
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(STEPS), "STAGES": "3", "RESULTS": str(results)}
-    subprocess.run([sys.executable, str(PIPELINE)], env=settings, cwd=TRAIN.parents[2], check=True, timeout=60)
+    command = [sys.executable, "-m", "tests.faults.pipeline"]
+    subprocess.run(command, env=settings, cwd=PIPELINE.parents[2], check=True, timeout=60)
     assert whole(STEPS).sha256 in results.read_text()
 
 
