@@ -49,7 +49,7 @@ class Bucket:
         flat = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         views, start = [], 0
         for p in self.parameters:
-            views.append(flat[start : start + p.numel()].view_as(p))
+            views.append(_like(flat[start : start + p.numel()], p))
             start += _padded(p)
         return Slab(views, flat)
 
@@ -86,6 +86,12 @@ class Bucket:
             first = self.parameters[0]
             self.scratch = torch.empty(elements, dtype=first.dtype, device=first.device)
         return self.scratch[:elements]
+
+
+def _like(flat: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
+    """The memory as a gradient that lies as its parameter: fused optimizers pair the two by memory, not by index."""
+    dense = torch.empty_like(p, device="meta").stride() == p.stride()
+    return flat.as_strided(p.shape, p.stride()) if dense else flat.view_as(p)
 
 
 def _padded(p: nn.Parameter) -> int:

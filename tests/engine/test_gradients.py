@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.engine.gradients import make_buckets
+from holdfast.engine.gradients import Bucket, Slab, make_buckets
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=12)
 
@@ -93,3 +94,21 @@ def test_room_for_receiving_grows_and_is_kept() -> None:
     first = bucket.receiving(8)
     assert bucket.receiving(4).data_ptr() == first.data_ptr()
     assert bucket.receiving(9).numel() == 9
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_lies_as_its_parameter(fused: bool) -> None:
+    """Fused kernels take elements in the order of memory: a gradient in another one would change the wrong weights."""
+    start, grad = torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2)
+    weights = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        p = nn.Parameter(start.clone(memory_format=layout))
+        bucket = Bucket(0, [p])
+        slab = bucket.flatten(Slab([grad.clone(memory_format=layout)]))
+        bucket.attach(slab)
+        assert p.grad is not None
+        assert p.grad.stride() == p.stride()
+        torch.optim.SGD([p], lr=0.1, fused=fused).step()
+        weights.append(p.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert torch.allclose(weights[0], start - 0.1 * grad)
