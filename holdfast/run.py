@@ -34,10 +34,23 @@ from holdfast.errors import UsageError
 from holdfast.plan.tree import tree_sum
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
+from holdfast.recovery.copies import Together
 from holdfast.recovery.gather import gather_sha256, write_model
+from holdfast.recovery.log import Log, LogSettings
+from holdfast.recovery.replay import Replayer
 from holdfast.recovery.saver import Saver, Settings
-from holdfast.settings import bytes_of, check_batches, check_layout, check_settings, choose_device, profile_of
-from holdfast.words import count
+from holdfast.recovery.undo import check, undo_step
+from holdfast.settings import (
+    bytes_of,
+    check_batches,
+    check_layout,
+    check_settings,
+    check_update,
+    choose_device,
+    log_of,
+    profile_of,
+)
+from holdfast.words import count, say_aloud
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +115,15 @@ class Run:
     saved ``every`` so many steps ("auto": as its measured cost and the failures so far advise) and at the
     end; the newest ``keep`` stay, and those of steps that ``keep_every`` divides.
 
+    ``update`` says when: "commit" once all have voted that the step's gradients are complete; "eager" each layer as
+    soon as its own gradient is, before the vote: if the step breaks, it is undone, from the gradients and without a
+    copy, up to rounding (docs/undo.md). "commit-copy" is there to be compared with, for ``stages=1``: each worker
+    copies its state ``every`` so many steps, and these steps are committed, yielded and lost together.
+
+    With ``log`` workers keep what they send from stage to stage until a later checkpoint is there. Layers of which
+    every copy is lost are then computed again from that, alone, instead of everything. A number of bytes (or "2GB")
+    is a budget for all workers together: fewer boundaries are logged, and more has to be computed again.
+
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
     >>> run = Run(layers=nn.Linear(2, 1), loss=nn.functional.mse_loss, data=data,
@@ -123,6 +145,7 @@ class Run:
         seed: int = 0,
         shuffle: bool = True,
         numerics: Literal["exact", "fast"] = "exact",
+        update: Literal["commit", "eager", "commit-copy"] = "commit",
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
@@ -134,10 +157,12 @@ class Run:
         every: int | Literal["auto"] = "auto",
         keep: int = 3,
         keep_every: int | None = None,
+        log: bool | int | str | LogSettings = False,
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
         device: str | torch.device | None = None,
     ) -> None:
         check_settings(numerics, seed)
+        check_update(update, clip_norm=clip_norm, stages=stages, every=every, log=log)
         check_layout(tolerate, stages, memory, profile)
         check_batches(data, global_batch, micro_batch)
         exact = numerics == "exact"
@@ -149,32 +174,47 @@ class Run:
         if exact:
             refuse_running_statistics(model.module)
         order = Order(size=len(data), global_batch=global_batch, micro_batch=micro_batch, seed=seed, shuffle=shuffle)
-        update = Update(model.trainable, optimizer, schedule=schedule, clip_norm=clip_norm)
+        inverse = undo_step if update == "eager" else None
+        updater = Update(model.trainable, optimizer, schedule=schedule, clip_norm=clip_norm, inverse=inverse)
+        if inverse is not None:
+            check(updater.optimizer)
+        kept_log = log_of(log, checkpoint, model.module)
+        name = os.environ.get("HOLDFAST_WORKER", Solo.worker)
+        self._log = None if kept_log is None else Log(kept_log, name=name, say=_no_log)
         self.engine = Engine(
             model=model,
-            update=update,
+            update=updater,
             loss=loss,
             data=data,
             order=order,
             collate=collate,
             exact=exact,
             autocast=autocast,
+            log=self._log,
         )
         self._progress: dict[str, Any] = {"step": 0, "results": {}}
-        self._state = State(model, update, self._progress, exact=exact)
+        self._state = State(model, updater, self._progress, exact=exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
-        self._saver = Saver(kept, self._state, self._events) if kept else None
+        self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
         known = profile_of(profile, self.engine)
-        wishes = Wishes(tolerate=tolerate, stages=stages, memory=bytes_of(memory), profile=known)
-        self._arranger = Arranger(self.engine, self._state, self._events, wishes, self._saver or None)
+        budget = None if kept_log is None else kept_log.budget
+        wishes = Wishes(tolerate=tolerate, stages=stages, memory=bytes_of(memory), profile=known, budget=budget)
+        replayer = None
+        if self._log is not None and self._saver is not None:
+            replayer = Replayer(self.engine, self._state, self._log, self._saver, self._events)
+        self._arranger = Arranger(self.engine, self._state, self._events, wishes, self._saver, replayer)
+        self._together = None
+        if update == "commit-copy" and every != "auto":
+            self._together = Together(self.engine, self._state, self._attempt, every)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._script = Script()
         self._said = ""  # about what can be survived
         self._wished = tolerate or 0  # what the user has asked for in so many words
         label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
         self._progress["label"] = label
-        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}"  # may differ from run to run, not here
+        # May differ from run to run, not here:
+        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}, update {update}"
         membership = _membership(f"{label}, {shape}")
         self._cohort = Cohort(membership, self._arranger, chosen, self._events, resumable=self._saver is not None)
         faults.plan(self._cohort.membership.worker)
@@ -201,9 +241,10 @@ class Run:
         about_to_train(self)  # `holdfast profile` measures instead
         self._cohort.boundary()
         while self.step < total:
-            step = self._one_step()
-            self._script.move_to(f"in {self.step}")
-            yield step
+            self._save_if_due()  # a log begins with a checkpoint
+            for step in self._next_steps(total):
+                self._script.move_to(f"in {step.number + 1}")
+                yield step
             self._save_if_due()
             self._cohort.boundary()
         self._script.move_to(f"after {total}")
@@ -226,38 +267,51 @@ class Run:
         """Returns when no checkpoint is being written any more."""
         if self._saver is not None:
             self._saver.leave()
+        if self._log is not None:
+            self._log.close()
 
     def _save_if_due(self, *, last: bool = False) -> None:
         if self._saver is not None:
             self._saver.if_due(self._cohort, last=last)
 
-    def _one_step(self) -> Step:
-        number = self.step
-        faults.at_step(number)
-        engine, cohort = self.engine, self._cohort
+    def _next_steps(self, total: int) -> list[Step]:
+        """Commits the next step, or those that are committed together."""
+        first, cohort = self.step, self._cohort
+        faults.at_step(first)
+        begin, generation = time.monotonic(), cohort.generation
+        if self._together is None:
+            losses = [cohort.commit(self._one_step(first))]
+        else:
+            cohort.commit(self._together.operation(first, total))
+            losses = self._together.losses
+        if self._saver is not None and cohort.generation == generation:  # a recovery is not the cost of a save
+            self._saver.costs.step((time.monotonic() - begin) / len(losses), saving=self._saver.busy)
+        for number, loss in enumerate(losses, first):
+            self._event("commit", step=number, loss=loss)
+        self._say_what_is_survived()
+        return [self._step(number, loss) for number, loss in enumerate(losses, first)]
 
-        def attempt(group: Group) -> list[float]:
-            losses = engine.attempt(number, group)
-            if self._trace:
-                self._event("vote", step=number, samples=engine.used)
-            return losses
-
+    def _one_step(self, number: int) -> Operation:
         def apply() -> None:
-            engine.apply(number)
+            self.engine.apply(number)
             self._progress["step"] = number + 1
 
-        begin, generation = time.monotonic(), cohort.generation
-        loss = cohort.commit(Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop))
-        if self._saver is not None and cohort.generation == generation:  # a recovery is not the cost of a save
-            self._saver.costs.step(time.monotonic() - begin, saving=self._saver.busy)
-        self._event("commit", step=number, loss=loss)
-        self._say_what_is_survived()
+        attempt = partial(self._attempt, number)
+        return Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=self.engine.drop)
+
+    def _attempt(self, number: int, group: Group) -> list[float]:
+        losses = self.engine.attempt(number, group)
+        if self._trace:
+            self._event("vote", step=number, samples=self.engine.used)
+        return losses
+
+    def _step(self, number: int, loss: float) -> Step:
         return Step(
             number=number,
             loss=loss,
-            epoch=number // engine.order.steps_per_epoch,
-            workers=cohort.size,
-            is_first_worker=cohort.is_first,
+            epoch=number // self.engine.order.steps_per_epoch,
+            workers=self._cohort.size,
+            is_first_worker=self._cohort.is_first,
         )
 
     def _event(self, event: str, **fields: Any) -> None:
@@ -347,6 +401,10 @@ class Run:
 
         self._cohort.commit(Operation(kind=Kind.HASH, attempt=attempt))
         return found[0]
+
+
+def _no_log(reason: str) -> None:
+    say_aloud(f"the log is given up until there is a new checkpoint: {reason}")
 
 
 _clients: list[Client] = []

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from holdfast.data.fetch import Dataset
 from holdfast.engine.engine import Engine
 from holdfast.engine.profile.measure import difference, read_facts
+from holdfast.engine.statistics import layer_with_running_statistics
 from holdfast.errors import UsageError
 from holdfast.plan.profile import Profile
+from holdfast.recovery.log import LogSettings
 from holdfast.words import parse_size
 
 
@@ -37,6 +41,23 @@ def check_settings(numerics: str, seed: int) -> None:
         raise UsageError("seed cannot be negative")
 
 
+def check_update(update: Any, *, clip_norm: float | None, stages: Any, every: Any, log: Any) -> None:
+    if update not in ("commit", "eager", "commit-copy"):
+        raise UsageError(f"update={update!r} is not known", hint="'commit', 'eager' or 'commit-copy'")
+    if update == "eager" and clip_norm is not None:
+        raise UsageError(
+            "clip_norm needs all gradients before the first update", hint="leave it out, or update='commit'"
+        )
+    if update != "commit-copy":
+        return
+    if stages != 1:
+        raise UsageError("update='commit-copy' needs workers that hold the whole model", hint="give the run stages=1")
+    if type(every) is not int or every < 1:
+        raise UsageError("update='commit-copy' needs the number of steps between two copies", hint="every=10")
+    if log:
+        raise UsageError("update='commit-copy' cannot take back what is logged", hint="leave out log=")
+
+
 def check_layout(tolerate: Any, stages: Any, memory: Any, profile: Any) -> None:
     if tolerate is not None and (type(tolerate) is not int or tolerate < 0):
         raise UsageError(f"tolerate={tolerate!r} is no number of losses", hint="0, 1, 2 …")
@@ -49,6 +70,25 @@ def check_layout(tolerate: Any, stages: Any, memory: Any, profile: Any) -> None:
         raise UsageError(f"memory={memory!r} is no memory to plan with", hint="bytes, or text as in '2GB'")
     if (memory is not None or profile is not None) and stages is not None and (stages == 1 or counts is stages):
         raise UsageError(f"with stages={stages!r} there is nothing to plan", hint="leave out memory= and profile=")
+
+
+def log_of(
+    log: bool | int | str | LogSettings, checkpoint: str | os.PathLike[str] | None, module: nn.Module
+) -> LogSettings | None:
+    """What a user asks of the log, with a place for its files."""
+    if log is False or log is None:
+        return None
+    if checkpoint is None:
+        raise UsageError("a log is of no use without a checkpoint to begin from", hint="give the run checkpoint= too")
+    name = layer_with_running_statistics(module)
+    if name is not None:
+        raise UsageError(
+            f"layer '{name}' keeps running statistics, which a log does not have", hint="use GroupNorm or LayerNorm"
+        )
+    if not isinstance(log, bool | int | float | str | LogSettings):
+        raise UsageError(f"log={log!r} is no log", hint="True, a number of bytes, or text as in '2GB'")
+    settings = log if isinstance(log, LogSettings) else LogSettings(budget=None if log is True else bytes_of(log))
+    return replace(settings, folder=settings.folder or Path(checkpoint) / "log")
 
 
 def check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from datetime import datetime
 from itertools import groupby
@@ -71,3 +72,8 @@ def ranges_text(numbers: Iterable[int], last: str = ", ") -> str:
         run = [number for _, number in pairs]
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return last.join(filter(None, [", ".join(parts[:-1]), parts[-1]])) if parts else ""
+
+
+def say_aloud(text: str) -> None:
+    """A sentence for whoever watches the run."""
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -385,6 +385,14 @@ BAD_USE = {
     "samples without targets": ({"data": torch.ones(SIZE, 4)}, r"\(input, target\)"),
     "a stream with a length": ({"data": StreamWithLength()}, "map-style"),
     "a forward pass that replaces a buffer": ({"layers": Counting(in_place=False)}, "changes buffer 'calls'"),
+    "a log without a checkpoint": ({"log": True}, "without a checkpoint.*checkpoint="),
+    "a log of nothing": ({"log": 0, "checkpoint": "unused"}, "a log of 0 bytes is none"),
+    "a log of words": ({"log": "plenty", "checkpoint": "unused"}, "'plenty' is no number of bytes"),
+    "a log of a list": ({"log": [1], "checkpoint": "unused"}, r"log=\[1\].*True.*2GB"),
+    "a log of running statistics": (
+        {"log": True, "checkpoint": "unused", "layers": norm, "numerics": "fast"},
+        "layer '1' keeps running statistics, which a log does not have",
+    ),
     "an optimizer instead of a factory": (
         {"layers": linear, "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1)},
         "lambda params",

@@ -5,7 +5,8 @@ A run takes its faults from ``HOLDFAST_FAULTS``, so that a sweep needs no edit o
     HOLDFAST_FAULTS="kill worker=0.1 step=3 phase=backward; stop worker=0.2 step=5 phase=vote"
 
 Kinds: ``kill`` (SIGKILL), ``stop`` (SIGSTOP, a hang), ``raise`` (an exception in user code); and the
-sabotages, which must make an exactness test fail: ``skip-gradient``, ``double-update``, ``repeat-sample``.
+sabotages, which must make an exactness test fail: ``skip-gradient``, ``double-update``, ``repeat-sample``,
+``skip-undo``. The phase ``eager`` comes after each bucket that is updated before the vote.
 """
 
 from __future__ import annotations
@@ -17,9 +18,22 @@ from typing import Literal, get_args
 
 from holdfast.errors import UsageError
 
-Kind = Literal["kill", "stop", "raise", "skip-gradient", "double-update", "repeat-sample"]
+Kind = Literal["kill", "stop", "raise", "skip-gradient", "double-update", "repeat-sample", "skip-undo"]
 Phase = Literal[
-    "data", "forward", "backward", "reduce", "vote", "voted", "update", "regroup", "copy", "snapshot", "write", "commit"
+    "data",
+    "forward",
+    "backward",
+    "eager",
+    "reduce",
+    "vote",
+    "voted",
+    "update",
+    "regroup",
+    "copy",
+    "replay",
+    "snapshot",
+    "write",
+    "commit",
 ]
 
 

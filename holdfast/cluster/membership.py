@@ -28,17 +28,21 @@ class Standing:
     """How far a worker is: what it shows when a generation ends.
 
     ``operation`` counts the operations it has committed (None: it holds no state yet), ``voted``
-    says that it voted for the next one and still holds that one's complete result. ``boundary``: it is
+    says that it voted for the next one and still holds that one's complete result, ``doing`` what that one is
+    ("step" …; "" if it has not begun any). ``boundary``: it is
     between two steps, where joiners may come in; ``broken``: the generation failed it. ``result`` is
     the value of the last committed operation, for those that have to roll forward to it. ``resumable``:
     if nobody holds the state any more, a checkpoint may. ``held`` are the units of state that it holds as they are
     after ``operation``, ``next`` those that it would hold after the operation it has voted for (it updates only the
     layers of its place), ``units`` how many there are in all. ``profiled``: it knows what the layers cost.
-    ``everybody_leaves``: as its last vote said.
+    ``everybody_leaves``: as its last vote said. ``logged``: it has kept what it takes to compute others' layers again.
+    ``undone``: units that were updated before the vote for the operation in hand and taken back since, or will be if
+    it is dropped. They are as they were but for rounding; copies that nobody has touched are better.
     """
 
     operation: int | None = None
     voted: bool = False
+    doing: str = ""
     boundary: bool = False
     broken: bool = False
     leaving: bool = False
@@ -49,6 +53,8 @@ class Standing:
     units: int = 0
     profiled: bool = False
     everybody_leaves: bool = False
+    logged: bool = False
+    undone: tuple[int, ...] = ()
 
 
 def newest_of(standings: Iterable[Standing]) -> int | None:
@@ -80,6 +86,16 @@ def lost_units(standings: Collection[Standing]) -> list[int]:
         return []
     held = {unit for standing in standings for unit in still_held(standing, newest)}
     return [unit for unit in range(max(s.units for s in standings)) if unit not in held]
+
+
+def may_be_replayed(standings: Collection[Standing]) -> bool:
+    """Whether units that nobody holds may come back from records: those who have trained know best.
+
+    >>> may_be_replayed([Standing(operation=3, logged=True), Standing()]), may_be_replayed([Standing(operation=3)])
+    (True, False)
+    """
+    trained = [standing for standing in standings if standing.operation is not None]
+    return bool(trained) and all(standing.logged for standing in trained)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 
 from holdfast.cluster import compose, wire
 from holdfast.cluster.events import Events
-from holdfast.cluster.membership import GIVEN_UP, Generation, Member, Standing, lost_units, worker_order
+from holdfast.cluster.membership import (
+    GIVEN_UP,
+    Generation,
+    Member,
+    Standing,
+    lost_units,
+    may_be_replayed,
+    worker_order,
+)
 from holdfast.cluster.wire import Message
 
 DONE = "it is done"
@@ -277,7 +285,7 @@ class Roster:
             what = "some of the layers, nor is there a checkpoint folder" if standings else "the model"
             self._begin_again(self._waiting(), f"{lost} lost", what)
             return
-        if lost_units(standings.values()):  # the run is over: all had voted for its end, and the others are gone
+        if self.finishing and lost_units(standings.values()):  # all had voted for the end, and the others are gone
             for name in standings:
                 self.workers.pop(name).send({"type": "stop", "code": 0, "message": "the run is finished"})
             return
@@ -299,7 +307,9 @@ class Roster:
         assert self.generation is not None
         was_held = any(member.standing.operation for member in self.generation.members)
         nobody = all(s.operation is None for s in standings.values())
-        return ((was_held or self._committed) and nobody) or bool(lost_units(standings.values()))
+        if (was_held or self._committed) and nobody:
+            return True
+        return bool(lost_units(standings.values())) and not may_be_replayed(standings.values())
 
     def _send_away(self, standings: dict[str, Standing]) -> None:
         """Survivors hold a part that is of no use, and their scripts are in the middle: their agents start new ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -16,11 +16,14 @@ from holdfast.cluster import faults
 from holdfast.cluster.group import Group, alone
 from holdfast.data.fetch import Dataset, fetch
 from holdfast.data.order import Order
+from holdfast.engine.collector import Collector
+from holdfast.engine.eager import Eager
 from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.model import LayeredModel
+from holdfast.engine.record import Keeper, Recorder
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.rng import seed_everything, seed_of
-from holdfast.engine.stage import Stage, post_of
+from holdfast.engine.stage import Stage, connect, post_of
 from holdfast.engine.statistics import RunningStatistics
 from holdfast.engine.ties import Ties
 from holdfast.engine.update import Update
@@ -45,6 +48,7 @@ class Engine:
         collate: Callable[[list[Any]], Any],
         exact: bool,
         autocast: torch.dtype | None,
+        log: Keeper | None = None,
     ) -> None:
         self.model = model
         self.update = update
@@ -54,32 +58,29 @@ class Engine:
         self.collate = collate
         self.exact = exact
         self.autocast = autocast
+        self.log = log
         self.layout = side_by_side(len(model.layers), 1)
         self.statistics = RunningStatistics(model)
         self.used: list[int] = []  # the samples of the current attempt, for tests that count them
-        self._ties = Ties(model)
+        self.ties = Ties(model)
+        self.eager = None if update.inverse is None else Eager(model, update)
         self._buckets: list[Bucket] = []
-        self._position: dict[int, int] = {}  # parameter → the place of its bucket
-        self._reduction: Reduction | None = None
+        self.collector = Collector(model)
         self._stage: Stage | None = None
         self._norms: torch.Tensor | None = None
         self._tells = torch.empty(0, dtype=torch.bool)  # which parameters' norms this worker tells the others
-        self._last_backward = False
-        self._ready: set[int] = set()  # parameters whose gradient of the current micro-batch is there
-        for layer in model.layers:
-            for p in layer.parameters():
-                if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
         self.enter(self.layout, alone())
 
-    def enter(self, layout: Layout, group: Group) -> None:
-        """A new generation: this worker computes what its place in the layout says."""
+    def enter(self, layout: Layout, group: Group, logged: Collection[int] = ()) -> None:
+        """A new generation: this worker computes what its place in the layout says, and logs these boundaries."""
         stage, self._stage = self._stage, None  # whatever happens, it is closed once
         if stage is not None:
             stage.close()
         self.layout = layout
         post = post_of(layout, group.rank)
-        self._stage = None if post is None else Stage(group, post, self.model.device)
+        self.recorder = None if self.log is None else Recorder(self.log, logged)
+        if post is not None:
+            self._stage = Stage(group, post, connect(group, post, self.model.device), self.recorder)
         groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
         places = [(r, layers) for line in layout.lines for r, layers in zip(line.ranks, line.layers, strict=True)]
         for number, layer in enumerate(self.model.layers):
@@ -94,25 +95,8 @@ class Engine:
             if before is not None:
                 bucket.free, bucket.scratch = before.free, before.scratch
         self._buckets = mine
-        self._position = {id(p): place for place, bucket in enumerate(mine) for p in bucket.parameters}
         tells = [layout.holders(layer)[0] == group.rank for layer in self._home]
         self._tells = torch.tensor(tells, device=self.model.device)
-
-    def _gradient_ready(self, p: torch.Tensor) -> None:
-        reduction = self._reduction
-        if reduction is None:
-            return
-        reduction.group.check()  # leaves the backward pass at once when the generation is over
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            raise UsageError("a sparse gradient cannot be summed with others'", hint="nn.Embedding(…, sparse=False)")
-        if id(p) in self._ready:
-            raise UsageError(
-                "a parameter gets its gradient in several parts within one backward pass",
-                hint="torch.utils.checkpoint with use_reentrant=False gives it whole",
-            )
-        self._ready.add(id(p))
-        if self._last_backward:
-            reduction.gradient_ready(self._position[id(p)])
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -128,16 +112,26 @@ class Engine:
         buffers = self.model.buffer_versions()
         self.model.train()
         self.used = []
-        reduction = self._reduction = Reduction(self._buckets, group, self._shares(count), exact=self.exact)
+        summed = None
+        if self.eager is not None:
+            self.eager.begin(step)
+            summed = self.eager.summed
+        reduction = Reduction(self._buckets, group, self._shares(count), exact=self.exact, summed=summed)
+        self.collector.begin(reduction)
+        if self.log is not None and self.recorder is not None:
+            self.log.begin(step)
+            self.recorder.at(step, reduction.share)
         if self._stage is not None:
             self._run_schedule(step, self._stage, reduction, losses)
             self._stage.finish()
             self._refuse_changed_buffers(buffers)
         reduction.flush()
         reduction.finish()
-        self._ties.add_up(group, self.layout)
+        self.ties.add_up(group, self.layout, self.recorder)
         self._norms = self._all_norms(group)
         self.statistics.agree(group, self.layout)
+        if self.eager is not None:
+            self.eager.added_up()
         return losses
 
     def _shares(self, count: int) -> list[range]:
@@ -152,15 +146,16 @@ class Engine:
         for op in ops:
             index = share[op.micro_batch]
             if op.kind == "forward":
-                losses[index] = self._forward_pass(step, index, op.micro_batch, stage, reduction.group)
+                losses[index] = self.forward_pass(step, index, op.micro_batch, stage, reduction.group)
                 continue
             last = index == share[-1]
             reduction.before(index)
-            self._backward_pass(step, index, op.micro_batch, stage, last=last)
+            self.collector.micro_batch(last=last)
+            self.backward_pass(step, index, op.micro_batch, stage)
             if not last:
                 reduction.after(index)
 
-    def _forward_pass(self, step: int, index: int, number: int, stage: Stage, group: Group) -> float:
+    def forward_pass(self, step: int, index: int, number: int, stage: Stage, group: Group) -> float:
         """The weighted loss, where this stage is the last."""
         post = stage.post
         samples = self.order.samples(step, index)
@@ -189,10 +184,8 @@ class Engine:
             )
         return value * self._weight(step, samples)
 
-    def _backward_pass(self, step: int, index: int, number: int, stage: Stage, *, last: bool) -> None:
+    def backward_pass(self, step: int, index: int, number: int, stage: Stage) -> None:
         faults.point("backward")
-        self._last_backward = last
-        self._ready.clear()
         weight = self._weight(step, self.order.samples(step, index))
         stage.backward(number, weight, skip=faults.sabotaged("skip-gradient"))
 
@@ -243,9 +236,11 @@ class Engine:
         return [homes[id(p)] for p in self.model.trainable]
 
     def apply(self, step: int) -> None:
-        """The update with the gradients of the last attempt."""
+        """The update with the gradients of the last attempt, unless it was made then."""
         faults.point("update")
-        self.update.apply(step=step, norms=self._norms)
+        terms = self.update.apply(step=step, norms=self._norms) if self.eager is None else self.eager.commit()
+        if self.log is not None:
+            self.log.note(step, terms)
         if faults.sabotaged("double-update"):
             self.update.apply(step=step, norms=self._norms)
         self.statistics.keep()
@@ -253,14 +248,15 @@ class Engine:
         seed_everything(seed_of(self.order.seed, step, "after"), self.model.device)
 
     def drop(self) -> None:
-        """Forget the gradients of the last attempt."""
+        """Forget the gradients of the last attempt, and what was updated with them before it counts."""
         self.statistics.restore()
-        reduction, self._reduction = self._reduction, None
-        if reduction is not None:
-            reduction.release()
+        if self.eager is not None:
+            self.collector.stop()
+            self.eager.undo()
+        self.collector.end()
         if self._stage is not None:
             self._stage.finish()  # activations of a broken attempt, when memory may be needed for layers
-        self._ties.forget()
+        self.ties.forget()
 
     # --- evaluation ------------------------------------------------------------------------------
 

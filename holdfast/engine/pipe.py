@@ -18,6 +18,7 @@ from torch import Tensor
 from holdfast import codec
 from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.boundary import lies_well
+from holdfast.engine.record import Message
 from holdfast.errors import UsageError
 
 TAGS = 2**28  # of one direction: one for headers, and one for each description, more than will ever come
@@ -33,6 +34,11 @@ class Description:
     number: int
     encoded: Any
     facts: Sequence[tuple[str, list[int], list[int], bool]]  # dtype, shape, stride, whether a gradient is wanted
+
+    @staticmethod
+    def of(text: str, *, number: int = 0) -> Description:
+        encoded, facts = json.loads(text)
+        return Description(number=number, encoded=encoded, facts=facts)
 
     def room(self, device: torch.device) -> list[Tensor]:
         return [
@@ -52,9 +58,9 @@ class Outbox:
         self._numbers: dict[str, int] = {}  # the oldest first
         self._next = 0
 
-    def send(self, value: Any) -> list[Any]:
-        """Returns what must be kept until the value is known to have arrived."""
-        text, tensors = describe(value)
+    def send(self, message: Message) -> list[Any]:
+        """Returns what must be kept until the message is known to have arrived."""
+        text, tensors = message
         is_new = text not in self._numbers
         if is_new:
             self._numbers[text] = self._next
@@ -114,8 +120,8 @@ class Inbox:
             letters = torch.zeros(length, dtype=torch.uint8, device=self._device)
             yield from self._group.start([], [(self._peer, letters, self._tag)])
             self._group.check()
-            encoded, facts = json.loads(letters.cpu().numpy().tobytes())
-            self._known[number] = Description(number=number, encoded=encoded, facts=facts)
+            text = letters.cpu().numpy().tobytes().decode()
+            self._known[number] = Description.of(text, number=number)
             forget_oldest(self._known)
         description = self._known[number]
         room = self._rooms.pop(number, None) or self._make_room(description)
@@ -143,7 +149,19 @@ def forget_oldest(known: dict[Any, Any]) -> None:
 # --- descriptions ------------------------------------------------------------------------------------
 
 
-def describe(value: Any) -> tuple[str, list[Tensor]]:
+def read(message: Message) -> Any:
+    """The value of a message, as it would have arrived. The message's tensors are not written to.
+
+    >>> read(describe((torch.ones(2), 7)))
+    (tensor([1., 1.]), 7)
+    """
+    text, tensors = message
+    description = Description.of(text)
+    wanted = zip(tensors, description.facts, strict=True)
+    return description.assemble([tensor.detach().requires_grad_(wants) for tensor, (*_, wants) in wanted])
+
+
+def describe(value: Any) -> Message:
     """A value as text and its distinct tensors, each lying well.
 
     >>> x = torch.ones(2, 3)

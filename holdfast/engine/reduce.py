@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from holdfast.plan.tree import Adder, Node, roots
 
 TAGS = 64  # message tags of one bucket: one per root that a worker sends, the last for the sum
 TOTAL = TAGS - 1
+Item = tuple[int, list[Any], torch.Tensor | None]  # a bucket's place, what is received for it, and where to
 FIRST_TAG = 16  # smaller ones are for votes, copies, and what goes between stages
 
 
@@ -37,7 +39,16 @@ def slices(size: int, owners: int) -> list[slice]:
 class Reduction:
     """One attempt at reducing the gradients of one step: this worker's buckets, and every rank's micro-batches."""
 
-    def __init__(self, buckets: list[Bucket], group: Group, shares: Sequence[range], *, exact: bool) -> None:
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        group: Group,
+        shares: Sequence[range],
+        *,
+        exact: bool,
+        summed: Callable[[Bucket], None] | None = None,
+    ) -> None:
+        """``summed`` is called, in a thread of its own, with each bucket whose gradients have become the whole sum."""
         self.buckets = buckets
         self.group = group
         self.exact = exact
@@ -48,12 +59,14 @@ class Reduction:
         self._adders = [Adder(self._leaves_of(bucket), bucket.add) for bucket in buckets]
         self._open = False  # whether the parameters' gradients already hold a part of the next slab
         self._sums: list[Slab | None] = [None] * len(buckets)
-        self._queue: queue.SimpleQueue[tuple[int, list[Any], torch.Tensor] | None] = queue.SimpleQueue()
+        self._summed = summed
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._stopping = False
         self._left = [len(bucket.parameters) for bucket in buckets]
         self._sent = 0
         self._thread: threading.Thread | None = None
-        if any(len(bucket.ranks) > 1 for bucket in buckets):
+        if summed is not None or any(len(bucket.ranks) > 1 for bucket in buckets):
             self._thread = threading.Thread(target=self._finish_slices, name="holdfast-reduce", daemon=True)
             self._thread.start()
 
@@ -119,6 +132,8 @@ class Reduction:
             self._close(position, self.share[-1])
         others = [rank for rank in bucket.ranks if rank != self.group.rank]
         if not others:
+            if self._summed is not None:
+                self._queue.put((position, [], None))
             return
         parts = dict(zip(bucket.ranks, slices(bucket.size, len(bucket.ranks)), strict=True))
         mine = parts[self.group.rank]
@@ -140,16 +155,39 @@ class Reduction:
     # --- beside it: owners finish their slices ---------------------------------------------------
 
     def _finish_slices(self) -> None:
-        sums: list[Any] = []
-        while (item := self._queue.get()) is not None:
+        coming: deque[tuple[int, list[Any]]] = deque()  # buckets whose other slices are on their way
+        while (item := self._next(coming)) is not None:
             position, receives, room = item
             try:
                 self.group.finish(receives)
-                sums += self.group.start(*self._finish_slice(position, room))
+                sums = [] if room is None else self.group.start(*self._finish_slice(position, room))
+                coming.append((position, sums))
             except BaseException as e:  # raised again where the training thread can act on it
                 self._error = self._error or e  # and go on: no receive may be left that still writes
+        while coming and self._goes_on:
+            self._complete(*coming.popleft())
+        try:
+            self.group.finish([work for _, sums in coming for work in sums])
+        except BaseException as e:
+            self._error = self._error or e
+
+    def _next(self, coming: deque[tuple[int, list[Any]]]) -> Item | None:
+        """Our own slices first, for others wait for them; only then what others have made of theirs."""
+        while coming and self._goes_on and self._queue.empty():
+            self._complete(*coming.popleft())
+        return self._queue.get()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether somebody wants to hear of sums one by one. After an error nothing may be begun any more."""
+        return self._summed is not None and self._error is None and not self._stopping
+
+    def _complete(self, position: int, sums: list[Any]) -> None:
         try:
             self.group.finish(sums)
+            assert self._summed is not None
+            self._attach(position)
+            self._summed(self.buckets[position])
         except BaseException as e:
             self._error = self._error or e
 
@@ -188,12 +226,20 @@ class Reduction:
         self._stop_thread()
         if self._error is not None:
             raise self._error
-        for bucket, adder, total in zip(self.buckets, self._adders, self._sums, strict=True):
-            bucket.attach(total or adder.stack[0][1])
+        for position in range(len(self.buckets)):
+            self._attach(position)
+
+    def _attach(self, position: int) -> None:
+        self.buckets[position].attach(self._sums[position] or self._adders[position].stack[0][1])
+
+    def stop(self) -> None:
+        """Waits until nobody writes any more; what was not begun stays undone."""
+        self._stopping = True
+        self._stop_thread()
 
     def release(self) -> None:
         """Gives the slabs back, whether the attempt ended well or broke."""
-        self._stop_thread()
+        self.stop()
         for bucket, adder, total in zip(self.buckets, self._adders, self._sums, strict=True):
             if self._error is not None:  # a receive may be left that was not seen to fail: not into memory of ours
                 bucket.scratch = None

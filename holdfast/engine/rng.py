@@ -39,7 +39,9 @@ def seed_everything(seed: int, device: torch.device) -> None:
 def undisturbed_generators() -> Iterator[None]:
     """What is seeded and drawn within this changes nothing for the script."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

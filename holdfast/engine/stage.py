@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.cluster.group import Group
-from holdfast.engine.pipe import BACKWARD_TAG, FORWARD_TAG, Inbox, Outbox
+from holdfast.engine.pipe import BACKWARD_TAG, FORWARD_TAG, Inbox, Outbox, describe
+from holdfast.engine.record import Message, Recorder
 from holdfast.errors import Broken
 from holdfast.plan.layout import Layout, Role
 
@@ -64,24 +65,59 @@ class UnderWay:
     sent: list[Any]
 
 
+class Source(Protocol):
+    """Where values come from, in order."""
+
+    def take(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """Where values go. Returns what must be kept until they are known to have arrived."""
+
+    def send(self, message: Message) -> list[Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """What a stage has to do with others: None where the pipeline begins or ends."""
+
+    inputs: Source | None = None
+    gradients: Source | None = None
+    outputs: Sink | None = None
+    back: Sink | None = None
+
+
+def connect(group: Group, post: Post, device: torch.device) -> Neighbours:
+    """The stages before and behind, as long as a generation lasts."""
+    before, behind = post.before, post.behind
+    inputs = None if before is None else Inbox(group, before, FORWARD_TAG, device)
+    try:
+        gradients = None if behind is None else Inbox(group, behind, BACKWARD_TAG, device)
+    except Broken:
+        if inputs is not None:
+            inputs.close()
+        raise
+    return Neighbours(
+        inputs=inputs,
+        gradients=gradients,
+        outputs=None if behind is None else Outbox(group, behind, FORWARD_TAG, device),
+        back=None if before is None else Outbox(group, before, BACKWARD_TAG, device),
+    )
+
+
 class Stage:
     """Passes micro-batches on. Knows nothing of schedules, data, or gradients' sums."""
 
-    def __init__(self, group: Group, post: Post, device: torch.device) -> None:
+    def __init__(self, group: Group, post: Post, neighbours: Neighbours, recorder: Recorder | None = None) -> None:
         self.post = post
+        self.recorder = recorder
         self._group = group
         self._under_way: dict[int, UnderWay] = {}
         self._returned: dict[int, list[Any]] = {}  # gradients sent to the stage before that may not be there yet
-        before, behind = post.before, post.behind
-        self._inputs = None if before is None else Inbox(group, before, FORWARD_TAG, device)
-        try:
-            self._gradients = None if behind is None else Inbox(group, behind, BACKWARD_TAG, device)
-        except Broken:
-            if self._inputs is not None:
-                self._inputs.close()
-            raise
-        self._outputs = None if behind is None else Outbox(group, behind, FORWARD_TAG, device)
-        self._back = None if before is None else Outbox(group, before, BACKWARD_TAG, device)
+        self._inputs, self._gradients = neighbours.inputs, neighbours.gradients
+        self._outputs, self._back = neighbours.outputs, neighbours.back
 
     # --- training --------------------------------------------------------------------------------
 
@@ -94,8 +130,13 @@ class Stage:
             self._forget_returned(number)
             inputs = _copies(arrived)  # because a layer may write into its input
         output = compute(inputs)
-        sent = [] if self._outputs is None else self._outputs.send(output)
-        self._under_way[number] = UnderWay(leaves=leaves, given=_tensors(output), sent=sent)
+        given, sent = _tensors(output), []
+        if self._outputs is not None:
+            message = describe(output)
+            if self.recorder is not None:
+                self.recorder.forward(self.post.role.layers.stop, number, message, given)
+            sent = self._outputs.send(message)
+        self._under_way[number] = UnderWay(leaves=leaves, given=given, sent=sent)
         return output
 
     def backward(self, number: int, weight: float, *, skip: bool = False) -> None:
@@ -110,7 +151,10 @@ class Stage:
         if known and not skip:
             torch.autograd.backward([tensor for tensor, _ in known], [grad for _, grad in known])
         if self._back is not None:
-            self._returned[number] = self._back.send([leaf.grad for leaf in work.leaves])
+            message = describe([_unshared(leaf.grad) for leaf in work.leaves])
+            if self.recorder is not None:
+                self.recorder.backward(self.post.role.layers.start, number, message)
+            self._returned[number] = self._back.send(message)
 
     def _forget_returned(self, number: int) -> None:
         """The stage before gave this only after it had taken the gradients that come earlier in its schedule."""
@@ -125,13 +169,13 @@ class Stage:
         if self._inputs is not None and self._back is not None:
             inputs = self._inputs.take()
             self._returned.pop(number - WINDOW, None)  # taken before this was sent
-            self._returned[number] = self._back.send(None)
+            self._returned[number] = self._back.send(describe(None))
         output = compute(inputs)
         if self._outputs is not None and self._gradients is not None:
             if number >= WINDOW:
                 self._gradients.take()
                 del self._under_way[number - WINDOW]
-            sent = self._outputs.send(output)
+            sent = self._outputs.send(describe(output))
             self._under_way[number] = UnderWay(leaves=[], given=[], sent=sent)
         return output
 
@@ -165,6 +209,16 @@ class Stage:
 def _tensors(value: Any) -> list[Tensor]:
     """The distinct tensors in a value, in the order in which ``describe`` sends them."""
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _unshared(grad: Tensor | None) -> Tensor | None:
+    """A gradient in memory of its own. Autograd may give the same memory to a parameter (x + weight.view(x.shape)), and
+    would add the next micro-batch's gradient to it while this one is still being sent, or kept.
+    """
+    if grad is None or grad.layout is not torch.strided:
+        return grad
+    users = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return grad if users <= 2 else grad.clone()  # the gradient itself, and who counts
 
 
 def _copies(value: Any) -> Any:

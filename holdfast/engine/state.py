@@ -7,7 +7,8 @@ those of a worker that holds everything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,17 @@ class State:
         """Drops what the optimizer keeps for parameters that have no memory here (any more)."""
         self.update.forget([p for p in self.model.trainable if not self._names.has(p, self.model.is_held)])
 
+    @contextmanager
+    def others_keep_their_slots(self, units: Collection[int]) -> Iterator[None]:
+        """While these units alone are filled: who fills an optimizer clears what is not to be filled."""
+        filled = {p for unit in self.model.units if unit.number in units for p in unit.parameters}
+        slots = self.update.optimizer.state
+        kept = {p: slot for p, slot in slots.items() if p not in filled}
+        try:
+            yield
+        finally:
+            slots.update(kept)
+
     # --- checkpoints -----------------------------------------------------------------------------
 
     def tree(self) -> dict[str, Any]:
@@ -90,12 +102,9 @@ class State:
             "run": {"progress": self.progress, "transient": transient, "made_of": self._made_of()},
         }
 
-    def targets(self, *, nothing: bool = False) -> dict[str, Any]:
-        """What a checkpoint fills: all that has memory here in place, the rest as values for ``restore``.
-
-        With ``nothing`` no tensor is filled: the checkpoint is checked, and the values come.
-        """
-        filled = _none if nothing else self.model.is_held
+    def targets(self, filled: Held | None = None) -> dict[str, Any]:
+        """What a checkpoint fills: units in place (all that have memory here), the rest as values for ``restore``."""
+        filled = filled or self.model.is_held
         run = {"progress": None, "transient": self._transient(filled), "made_of": None}
         return {**self._sections(filled), "scheduler": None, "step": None, "run": run}
 
@@ -169,7 +178,8 @@ def combine(names: Sequence[str], parts: Sequence[Digests], *, copies_agree: boo
     return digest.hexdigest()
 
 
-def _none(unit: Unit) -> bool:
+def nothing(unit: Unit) -> bool:
+    """Of ``targets``: no tensor is filled, the checkpoint is checked, and the values come."""
     return False
 
 

@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from holdfast.cluster.group import Group, Transfer
+from holdfast.engine.boundary import like
 from holdfast.engine.model import LayeredModel
+from holdfast.engine.pipe import describe
+from holdfast.engine.record import Recorder
 from holdfast.plan.layout import Layout
+from holdfast.plan.logging import Tie
 
 TIE_TAG = 10
 
@@ -34,22 +38,34 @@ class Ties:
                 weight = aliases.get(id(leaf), leaf)
                 if id(weight) in tied and weight.requires_grad:
                     found.setdefault(id(weight), (weight, []))[1].append(Use(layer=number, leaf=leaf))
-        self._weights = list(found.values())
+        self.weights = list(found.values())
+        self.described = [
+            Tie(layers=tuple(use.layer for use in uses), bytes=weight.nbytes) for weight, uses in self.weights
+        ]
 
-    def add_up(self, group: Group, layout: Layout) -> None:
+    def add_up(self, group: Group, layout: Layout, recorder: Recorder | None = None) -> None:
         """Gives each weight the sum of its uses' gradients, on every worker that holds one of the uses."""
-        for weight, uses in self._weights:
+        for number, (weight, uses) in enumerate(self.weights):
+            if recorder is not None:
+                self._record(group, layout, recorder, number)
             users = sorted({rank for use in uses for rank in layout.holders(use.layer)})
             if group.rank in users:
-                weight.grad = self._total(group, layout, weight, uses, users)
+                weight.grad = like(self._total(group, layout, weight, uses, users), weight.stride())
                 for use in uses:
                     if use.leaf is not weight:
                         use.leaf.grad = None
 
     def forget(self) -> None:
         """A shared weight's gradient may be that of layers which are elsewhere: no bucket would take it away."""
-        for weight, _ in self._weights:
+        for weight, _ in self.weights:
             weight.grad = None
+
+    def _record(self, group: Group, layout: Layout, recorder: Recorder, number: int) -> None:
+        """A lost user needs what the others gave, if it can be computed again without them."""
+        if self.described[number].is_cut(recorder.logged):
+            for use in self.weights[number][1]:
+                if group.rank == layout.holders(use.layer)[0]:
+                    recorder.tie(use.layer, number, describe(use.leaf.grad))
 
     def _total(
         self, group: Group, layout: Layout, weight: nn.Parameter, uses: list[Use], users: list[int]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,12 +18,30 @@ from holdfast.errors import UsageError
 Schedule = Callable[[Optimizer], LRScheduler] | Callable[[int], float]
 
 
+class Inverse(Protocol):
+    """Takes back the step of an optimizer that used these gradients; ``first`` had no step before it."""
+
+    def __call__(
+        self, optimizer: Optimizer, grads: Mapping[nn.Parameter, torch.Tensor], *, first: Collection[nn.Parameter]
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a step was applied: what the optimizer was told, and the norm that gradients were clipped by."""
+
+    groups: list[dict[str, Any]]
+    norm: float | None
+
+
 class Update:
     """Applies a step's gradients. ``schedule`` is a torch scheduler factory or a function of the step.
 
+    With ``inverse`` a step may also be applied in parts, and taken back.
+
     >>> p = nn.Parameter(torch.ones(1))
     >>> update = Update([p], lambda ps: torch.optim.SGD(ps, lr=1.0), schedule=lambda step: 0.5)
-    >>> p.grad = torch.ones(1); update.apply(step=0); p.item()
+    >>> p.grad = torch.ones(1); _ = update.apply(step=0); p.item()
     0.5
     """
 
@@ -32,6 +52,7 @@ class Update:
         *,
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
+        inverse: Inverse | None = None,
     ) -> None:
         self.parameters = list(parameters)
         made = None if isinstance(optimizer, Optimizer) else optimizer(self.parameters)
@@ -42,6 +63,9 @@ class Update:
             )
         self.optimizer = made
         self.clip_norm = clip_norm
+        self.inverse = inverse
+        groups = enumerate(made.param_groups)
+        self._group_of = {p: number for number, group in groups for p in group["params"]}
         self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
 
     def norms(self) -> torch.Tensor:
@@ -53,23 +77,83 @@ class Update:
                 found[number] = torch.linalg.vector_norm(p.grad.contiguous())
         return found
 
-    def apply(self, *, step: int, norms: torch.Tensor | None = None) -> None:
-        """The update with the gradients that are there. ``norms`` are everybody's, if some parameters are elsewhere."""
+    def apply(self, *, step: int, norms: torch.Tensor | None = None) -> Terms:
+        """The update with the gradients that are there; returns what it takes to do it once more with the same ones.
+
+        ``norms`` are everybody's, if some parameters are elsewhere.
+        """
+        self.begin(step)
+        terms = self.terms(norm=self._total(norms))
+        self._step(terms.norm)
+        self.end()
+        return terms
+
+    def begin(self, step: int) -> None:
+        """The learning rate of a step."""
         if self._rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(step)
-        if self.clip_norm is not None:
-            self._clip(self.norms() if norms is None else norms, self.clip_norm)
-        self.optimizer.step()
+
+    def terms(self, *, norm: float | None = None) -> Terms:
+        """Copies: a scheduler may write into a learning rate that is a tensor."""
+        groups = [{k: v.clone() if torch.is_tensor(v) else v for k, v in group.items()} for group in self._groups()]
+        return Terms(groups=groups, norm=norm)
+
+    def end(self) -> None:
+        """All parameters are updated: the scheduler goes on to the next step."""
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _clip(self, norms: torch.Tensor, most: float) -> None:
+    def repeat(self, terms: Terms) -> None:
+        """An update that was applied before, for parameters that were lost since; settings stay as they were then."""
+        for group, values in zip(self.optimizer.param_groups, terms.groups, strict=True):
+            group.update(values)
+        self._step(terms.norm)
+
+    def _step(self, norm: float | None) -> None:
+        if norm is not None and self.clip_norm is not None:
+            self._clip(norm, self.clip_norm)
+        self.optimizer.step()
+
+    def _total(self, norms: torch.Tensor | None) -> float | None:
         """Norms of single tensors, combined in the parameters' order: the same on every layout."""
-        factor = (most / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+        if self.clip_norm is None:
+            return None
+        return float(torch.linalg.vector_norm(self.norms() if norms is None else norms))
+
+    def _clip(self, norm: float, most: float) -> None:
+        factor = (most / (torch.tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0)
         for p in self.parameters:
             if p.grad is not None:
                 p.grad.mul_(factor.to(p.grad.dtype))
+
+    def some(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Updates these parameters with their gradients. Those of others may be written at the same time."""
+        with self._only(parameters):
+            self.optimizer.step()
+
+    def undo(self, parameters: Sequence[nn.Parameter], *, first: Collection[nn.Parameter]) -> None:
+        """Takes back the update of these parameters: gradients and learning rate must still be those that it used."""
+        assert self.inverse is not None
+        known = [p for p in parameters if p in self._group_of]
+        grads = {p: p.grad for p in known if p.grad is not None}
+        self.inverse(self.optimizer, grads, first={p for p in known if p in first})
+
+    @contextmanager
+    def _only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Lets the optimizer see no others; its groups stay the objects that they are, for schedulers hold them."""
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        for p in parameters:
+            if p in self._group_of:  # a user's optimizer may leave some out
+                groups[self._group_of[p]]["params"].append(p)
+        try:
+            yield
+        finally:
+            for group, whole in zip(groups, everything, strict=True):
+                group["params"] = whole
 
     def forget(self, parameters: Sequence[nn.Parameter]) -> None:
         """Drops what the optimizer keeps for parameters that have gone elsewhere."""
@@ -89,9 +173,11 @@ class Update:
 
     def settings(self) -> dict[str, Any]:
         """Hyper-parameters of each group and the scheduler's state."""
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
-        return {"groups": groups, "scheduler": scheduler}
+        return {"groups": self._groups(), "scheduler": scheduler}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def set_settings(self, settings: dict[str, Any]) -> None:
         for group, values in zip(self.optimizer.param_groups, settings["groups"], strict=True):

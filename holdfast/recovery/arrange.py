@@ -6,9 +6,12 @@ from those who hold them; at the begin from the first worker, from a checkpoint,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
@@ -16,11 +19,13 @@ from holdfast.cluster.membership import Generation
 from holdfast.engine.engine import Engine
 from holdfast.engine.profile.quick import quick_link, quick_profile
 from holdfast.engine.state import State
-from holdfast.errors import TooFewWorkers
+from holdfast.errors import HoldfastError, TooFewWorkers
 from holdfast.plan.layout import Layout, lay_out
+from holdfast.plan.logging import choose_boundaries
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Link, Profile
 from holdfast.recovery.copy import Traffic, carry_out, moves, tell
+from holdfast.recovery.replay import Replayer
 from holdfast.recovery.reports import GroupRanks
 from holdfast.recovery.resume import Resumer
 from holdfast.recovery.settle import Settlement
@@ -37,12 +42,21 @@ class Wishes:
     stages: int | Sequence[int] | None = None
     memory: int | None = None
     profile: Profile | None = None
+    budget: int | None = None  # bytes for the log of the whole run
 
 
 class Arranger:
     """This worker's part in getting generations ready. ``held`` are the units that it holds, as they should be."""
 
-    def __init__(self, engine: Engine, state: State, events: Events, wishes: Wishes, resumer: Resumer | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        state: State,
+        events: Events,
+        wishes: Wishes,
+        resumer: Resumer | None,
+        replayer: Replayer | None = None,
+    ) -> None:
         self.engine = engine
         self.held: set[int] = {unit.number for unit in engine.model.units if engine.model.is_held(unit)}
         self.layout: Layout = engine.layout
@@ -52,6 +66,10 @@ class Arranger:
         self._events = events
         self._wishes = wishes
         self._resumer = resumer
+        self._replayer = replayer
+        self._undone: set[int] = set()  # since the last vote that succeeded
+        if engine.eager is not None:
+            engine.eager.on_undo = self._note_undo
         # Memory alone is not enough: a copy that broke off leaves some with nothing in it.
         state.is_held = lambda unit: unit.number in self.held
 
@@ -63,10 +81,68 @@ class Arranger:
     def profiled(self) -> bool:
         return "profile" in self._state.progress
 
+    @property
+    def logged(self) -> bool:
+        return self._replayer is not None and self._replayer.log.usable
+
+    @property
+    def undone(self) -> set[int]:
+        """The units that were updated before a vote, and taken back since or may have to be."""
+        return self._undone | (set() if self.engine.eager is None else self.engine.eager.begun)
+
+    def _note_undo(self, undone: set[int], torn: set[int]) -> None:
+        """What is torn is neither old nor new: it counts for nothing until it comes from somebody else."""
+        if torn and not self._state.progress["step"]:  # nobody would notice that it is gone
+            raise HoldfastError("the first step could not be taken back", hint="the run has to begin again")
+        self._undone |= undone | torn
+        self.held -= torn
+        for unit in torn:
+            self._state.update.forget(self._model.units[unit].parameters)
+
+    def _arrived(self, unit: int) -> None:
+        self.held.add(unit)
+        self._undone.discard(unit)
+
     def inform(self, group: Group, generation: Generation, settlement: Settlement) -> None:
         """Afterwards everybody knows where the run is, and what its layers cost."""
+        if self._replayer is not None:
+            self._replayer.close()
         self._measure(group, generation, settlement)
         self._tell(group, generation, settlement)
+
+    def bring_back(self, group: Group, generation: Generation, settlement: Settlement) -> Settlement:
+        """What nobody holds any more is computed again from the log; returns who holds it then.
+
+        ``Broken`` may fly through it; ``held`` is right even then.
+        """
+        lost = self._lost_layers(settlement)
+        if settlement.begins is not None or not lost or self._replayer is None:
+            return settlement
+        try:
+            self._lay_out(generation, settlement)
+        except TooFewWorkers as e:  # replacements would come too late for this generation
+            raise self._replayer.useless(str(e)) from e
+        replay, holdings = self._replayer.plan(group, lost)
+        again = {unit.number for unit in self._model.units_of(replay.layers)}
+        computing = generation.workers[: self._replayer.workers(group.size)]
+        self._undone -= again
+        self.held -= again  # what is computed again as well is not what it was until the end
+        if generation.workers[group.rank] in computing:
+            self._model.hold(replay.layers)
+        self._replayer.carry_out(group, replay, holdings)
+        held = {worker: units - again for worker, units in settlement.held.items()}
+        held |= {worker: held[worker] | again for worker in computing}
+        self.held |= again if generation.workers[group.rank] in computing else set()
+        return dataclasses.replace(settlement, held=held)
+
+    def _lost_layers(self, settlement: Settlement) -> set[int]:
+        """Layers whose own tensors nobody holds; what layers share comes back with any of them."""
+        there = frozenset().union(*settlement.held.values())
+        lost = {layer for layer in range(len(self._model.layers)) if layer not in there}
+        for unit in self._model.units:
+            if unit.number not in there and not unit.layers & lost:
+                lost.add(min(unit.layers))
+        return lost
 
     def provide(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
         """Gives everybody a place, and what it needs there; returns what this worker had to do with it.
@@ -79,7 +155,7 @@ class Arranger:
             self.layout = self._lay_out(generation, settlement)
             held = [settlement.held[worker] for worker in generation.workers]
             traffic = self._send_missing(group, held)
-        self.engine.enter(self.layout, group)
+        self.engine.enter(self.layout, group, self._boundaries(generation, settlement))
         self._report(group, generation)
         return traffic
 
@@ -90,6 +166,7 @@ class Arranger:
 
     def let_go(self) -> None:
         """After the first vote of a generation: everybody has what it needs, so what is not ours can go."""
+        self._undone.clear()  # all copies that are left are alike
         role = self.layout.role(self._rank)
         mine = set() if role is None else set(role.layers)
         gone = set(range(len(self._model.layers))) - mine
@@ -120,10 +197,12 @@ class Arranger:
             self._state.progress["profile"] = self._make_profile(link).to_json()
 
     def _profile_is_needed(self, generation: Generation) -> bool:
-        """Not where there is nothing to be cut, or all cuts are given."""
+        """Not where there is nothing to be cut, or all cuts are given and no log has to fit into a budget."""
         wishes = self._wishes
         cut = len(self._model.layers) > 1 and (
-            wishes.stages is None or (wishes.stages != 1 and isinstance(wishes.stages, int))
+            wishes.stages is None
+            or (wishes.stages != 1 and isinstance(wishes.stages, int))
+            or (wishes.stages != 1 and wishes.budget is not None)
         )
         return cut and (len(generation.members) > 1 or wishes.memory is not None)
 
@@ -131,7 +210,7 @@ class Arranger:
         given = self._wishes.profile
         if given is None:
             return quick_profile(self.engine, link, memory=self._wishes.memory)
-        return given if self._wishes.memory is None else replace(given, memory=self._wishes.memory)
+        return given if self._wishes.memory is None else dataclasses.replace(given, memory=self._wishes.memory)
 
     # --- who does what ---------------------------------------------------------------------------
 
@@ -187,6 +266,32 @@ class Arranger:
             reason=self.layout.reason,
         )
 
+    def _boundaries(self, generation: Generation, settlement: Settlement) -> frozenset[int]:
+        """Which boundaries are logged. What the records are of begins anew, so a checkpoint is due.
+
+        Not before a step that somebody is in the middle of: it has passed where the checkpoint would be taken.
+        """
+        progress = self._state.progress
+        if self._replayer is None or self._resumer is None:
+            return frozenset()
+        if progress.setdefault("saved", None) != progress["step"]:
+            standings = [member.standing for member in generation.members]
+            in_a_step = any(s.doing == "step" and s.operation == settlement.operation for s in standings)
+            progress["due"] = progress["step"] + in_a_step
+        known = progress.get("profile")
+        chosen = choose_boundaries(
+            self.layout,
+            profile=None if known is None else Profile.from_json(known),
+            micro_batches=self.engine.order.micro_batches(0),
+            interval=self._resumer.interval,
+            budget=self._wishes.budget,
+            ties=self.engine.ties.described,
+        )
+        self._resumer.longest = chosen.longest
+        facts = {"boundaries": sorted(chosen.boundaries), "bytes_per_step": chosen.bytes_per_step}
+        self._events.write("logging", **facts, reason=chosen.reason)
+        return chosen.boundaries
+
     # --- everybody gets what it needs ------------------------------------------------------------
 
     def _send_missing(self, group: Group, held: Sequence[frozenset[int]]) -> Traffic:
@@ -194,7 +299,12 @@ class Arranger:
         self._hold_place(group.rank)
         sizes = {unit.number: sum(tensor.nbytes for tensor in unit.tensors) for unit in self._model.units}
         planned = moves(held, [self._wanted(rank) for rank in range(group.size)], sizes)
-        return carry_out(group, self._state, planned, self.held.add) if group.size > 1 else Traffic()
+        if not planned or group.size == 1:
+            return Traffic()
+        traffic = carry_out(group, self._state, planned, self._arrived)
+        if self.engine.eager is not None:  # else what is sent stays as it is until the vote
+            group.sum(torch.zeros(1, device=self._model.device))
+        return traffic
 
     def _hold_place(self, rank: int) -> None:
         role = self.layout.role(rank)
@@ -213,6 +323,7 @@ class Arranger:
 
         if self._resumer is not None and self._resumer.resume(GroupRanks(group, self._model.device), hold=hold):
             self.held = self._wanted(group.rank)
+            self._undone.clear()
             return Traffic()
         hold()
         return self._initial(group, generation, settlement)

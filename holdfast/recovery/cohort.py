@@ -62,6 +62,7 @@ class Cohort:
         self._events = events
         self._operation: int | None = None  # None until the state is the cohort's
         self._voted: Operation | None = None
+        self._doing = ""
         self._result: float | None = None
         self._ended = 0  # the newest generation known to be over
         self._stop_at_boundary = False
@@ -111,7 +112,8 @@ class Cohort:
         before = self._operation
         assert self.group is not None
         assert before is not None
-        self.membership.doing(before, operation.kind.name.lower())
+        self._doing = operation.kind.name.lower()
+        self.membership.doing(before, self._doing)
         while self._operation == before:
             if self._succeeds(operation):
                 self._apply(operation)
@@ -119,6 +121,7 @@ class Cohort:
                 if self._voted is None:
                     operation.drop()
                 self._regroup(boundary=False, broken=True)
+        self._doing = ""
         assert self._result is not None
         return self._result
 
@@ -192,6 +195,7 @@ class Cohort:
         return Standing(
             operation=self._operation,
             voted=self._voted is not None,
+            doing=self._doing,
             boundary=boundary,
             broken=broken,
             # Not a wish since then: those who leave together must have voted on it.
@@ -203,6 +207,8 @@ class Cohort:
             units=self._arranger.units,
             profiled=self._arranger.profiled,
             everybody_leaves=self.everybody_leaves,
+            logged=self._arranger.logged,
+            undone=tuple(sorted(self._arranger.undone)),
         )
 
     def _enter(self, generation: Generation) -> None:
@@ -219,12 +225,15 @@ class Cohort:
             self._roll_forward(generation, settlement)
         else:
             self._drop()
+        if not settlement.held[worker] <= self._arranger.held:  # it was to be taken back, and could not be
+            raise Broken("this worker does not hold what it had said")
         if settlement.begins is not None or worker in settlement.newcomers:
             self._operation = None  # until it knows where the run is
             self._arranger.held.clear()
         self._arranger.inform(self.group, generation, settlement)
         if settlement.begins is None:
             self._operation = settlement.operation  # what is held from here on counts, even if this breaks
+        settlement = self._arranger.bring_back(self.group, generation, settlement)
         traffic = self._arranger.provide(self.group, generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
@@ -237,6 +246,8 @@ class Cohort:
             reason=settlement.reason,
             received=traffic.received,
             sent=traffic.sent,
+            undone=settlement.undone,
+            inexact=settlement.inexact,
         )
 
     def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:

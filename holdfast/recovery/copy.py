@@ -55,15 +55,23 @@ def moves(held: Sequence[Collection[int]], wanted: Sequence[Collection[int]], si
 
 def tell(group: Group, state: State, *, teller: int, listeners: Collection[int]) -> None:
     """Newcomers get what is not part of any unit: the step, the settings, what the layers cost."""
-    device = state.model.device
-    if group.rank == teller:
+    value = state.common() if group.rank == teller else None
+    heard = pass_on(group, value, sender=teller, listeners=listeners, device=state.model.device)
+    if group.rank in listeners:
+        state.set_common(heard)
+
+
+def pass_on(group: Group, value: Any, *, sender: int, listeners: Collection[int], device: torch.device) -> Any:
+    """The sender's value, everywhere it is asked for; numbers, text and tensors, in lists and dicts."""
+    if group.rank == sender:
         for listener in listeners:
-            group.start(_message(codec.flatten(state.common()), listener, device), [])
-    elif group.rank in listeners:
-        text = _receive_text(group, teller, device)
-        tensors = [tensor.to(device) for tensor in codec.empty_tensors(text)]
-        group.finish(group.start([], [(teller, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))
-        state.set_common(codec.unflatten(text, tensors))
+            group.start(_message(codec.flatten(value), listener, device), [])
+    if group.rank not in listeners:
+        return value
+    text = _receive_text(group, sender, device)
+    tensors = [tensor.to(device) for tensor in codec.empty_tensors(text)]
+    group.finish(group.start([], [(sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))
+    return codec.unflatten(text, tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from holdfast.checkpoint.load import Filler
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.ranks import Alone, Ranks, together
 from holdfast.cluster.events import Events
-from holdfast.engine.state import State
+from holdfast.engine.state import State, nothing
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
 from holdfast.plan import interval
 
@@ -64,6 +64,7 @@ class Resumer:
         self._events = events
         self._before = ""  # the settings of the run that saved what is open
         self._files: list[str] = []  # of the checkpoint that was read last
+        self.longest: int | None = None  # steps for which a log lasts, if there is a limit
 
     def resume(self, ranks: Ranks | None = None, *, hold: Callable[[], None] = lambda: None) -> bool:
         """Fills the state from the newest checkpoint that is sound for everybody; False if there is none yet.
@@ -76,10 +77,10 @@ class Resumer:
         steps: list[int] = json.loads(ranks.exchange(json.dumps(found).encode())[0])  # others may see them later
         failures: list[CheckpointError] = []
         for step in steps:
-            failure = self._agreed(ranks, step, self.open)
+            failure = self.agreed(ranks, step, self.open)
             if failure is None:
                 hold()
-                failure = self._agreed(ranks, step, self.fill)
+                failure = self.agreed(ranks, step, self.fill)
             if failure is None:
                 if ranks.rank == 0:
                     self._announce(step)
@@ -89,7 +90,7 @@ class Resumer:
             raise failures[0]
         return False
 
-    def _agreed(self, ranks: Ranks, step: int, work: Callable[[int], None]) -> CheckpointError | None:
+    def agreed(self, ranks: Ranks, step: int, work: Callable[[int], None]) -> CheckpointError | None:
         """What kept somebody from doing the work. What does not fit is raised, everywhere."""
         failure: CheckpointError | None = None
         misfit: Unfit | None = None
@@ -132,7 +133,7 @@ class Resumer:
     def open(self, step: int) -> None:
         """Takes over what all workers share, and checks that the checkpoint is of this model; reads no layers."""
         label = self._state.progress["label"]
-        into = self._state.targets(nothing=True)
+        into = self._state.targets(nothing)
         catalogue = self._read(step, into)
         try:
             self._state.restore(into)
@@ -152,6 +153,23 @@ class Resumer:
         """Fills what has memory here. Before an error is found, some of it may have been filled: do not use it then."""
         self._read(step, self._state.targets())
         self._state.forget()
+
+    def fill_units(self, step: int, units: Collection[int]) -> None:
+        """Fills some units alone, of a run that goes on; the optimizer's settings have to be put right afterwards."""
+        with self._state.others_keep_their_slots(units):
+            self._read(step, self._state.targets(lambda unit: unit.number in units))
+
+    @property
+    def interval(self) -> int:
+        """Steps from checkpoint to checkpoint, as far as is known."""
+        if self.settings.every != "auto":
+            return self.settings.every
+        progress = self._state.progress
+        return max(int(progress.get("due", 0)) - int(progress.get("saved") or 0), self.settings.first)
+
+    def steps(self) -> list[int]:
+        """The steps that have a complete checkpoint, oldest first."""
+        return series.steps_in(self.settings.root)
 
     def _announce(self, step: int) -> None:
         """One worker says that all have resumed, and removes what earlier saves have left undone."""

@@ -7,6 +7,8 @@ middle of it costs this checkpoint and nothing else.
 
 from __future__ import annotations
 
+import errno
+import math
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from holdfast.engine.state import State
 from holdfast.errors import Broken, CheckpointError, HoldfastError
 from holdfast.plan import interval
 from holdfast.recovery.cohort import Cohort, Kind, Operation
+from holdfast.recovery.log import Log
 from holdfast.recovery.reports import GroupRanks, collect, post
 from holdfast.recovery.resume import Resumer
 from holdfast.recovery.resume import Settings as Settings
@@ -30,6 +33,7 @@ from holdfast.recovery.resume import Settings as Settings
 PATIENCE = 10.0  # seconds that training waits for the last checkpoint to be written, before it does without one
 LONGEST = 600.0  # seconds that a worker which leaves waits for its disk
 SKIP = -1e12  # the vote of one who cannot take part, whatever the others say
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 LITTER = 600.0  # seconds after which what lies in an unfinished checkpoint's folder is nobody's
 
 
@@ -40,8 +44,10 @@ class Saver(Resumer):
     ``due`` (that of the next), ``resumed`` (how often), ``seconds`` (trained before this start).
     """
 
-    def __init__(self, settings: Settings, state: State, events: Events) -> None:
+    def __init__(self, settings: Settings, state: State, events: Events, log: Log | None = None) -> None:
         super().__init__(settings, state, events)
+        self._log = log
+        self._taken: list[int] = []  # checkpoints that may be durable by now, and let go of what was logged before them
         self.costs = interval.Costs()
         self._born = time.monotonic()
         self._staged = Staged()
@@ -63,12 +69,23 @@ class Saver(Resumer):
         """Between two steps. All decide alike: from what they share, and from a vote they have seen succeed."""
         progress = self._state.progress
         step = progress["step"]
+        self._forget_records()
         due = last or cohort.everybody_leaves or step >= progress.get("due", self.settings.first)
         if due and step != progress.get("saved", 0):
             faults.at_step(step)
             cohort.commit(self._operation(cohort, step))
         if cohort.everybody_leaves:
             self.settle(cohort)
+
+    def _forget_records(self) -> None:
+        """Those of steps before the newest durable checkpoint: one with an index, which is written last."""
+        if self._log is None:
+            return
+        for step in reversed(self._taken):
+            if index.exists(series.folder_of(self.settings.root, step)):
+                self._log.drop(step)
+                self._taken = [later for later in self._taken if later > step]
+                return
 
     def settle(self, cohort: Cohort) -> None:
         """Before all leave: returns when the last checkpoint is there, taken again if who should commit it is lost."""
@@ -107,7 +124,7 @@ class Saver(Resumer):
                 self._complain(step, e)
                 return [SKIP]
             self.costs.save(stall=time.monotonic() - begin)
-            return [self._steps_to_next()] if group.rank == 0 else [0.0]
+            return [min(self._steps_to_next(), self.longest or math.inf)] if group.rank == 0 else [0.0]
 
         def apply() -> None:
             skipped = cohort.result < 0  # somebody could not take part
@@ -115,6 +132,9 @@ class Saver(Resumer):
             self._state.progress |= {"saved": step, "due": step + steps}
             if not skipped:
                 self._start(cohort, step)
+                self._taken.append(step)
+                if self._log is not None and not self._log.usable:
+                    self._log.renew()  # from here on it is whole again
 
         return Operation(kind=Kind.CHECKPOINT, attempt=attempt, apply=apply)
 
@@ -190,6 +210,8 @@ class Saver(Resumer):
 
     def _complain(self, step: int, error: Exception) -> None:
         """A checkpoint that cannot be had is no reason to stop training; silence would be one."""
+        if self._log is not None and isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+            self._log.give_up("the disk has no room for a checkpoint")  # its files may be what fills it
         self._events.write("checkpoint-failed", step=step, reason=str(error))
         print(f"holdfast: no checkpoint of step {step}: {error}; training goes on", file=sys.stderr, flush=True)
 

@@ -89,6 +89,7 @@ class Job:
     clip_norm: float | None = None
     exact: bool = True
     autocast: torch.dtype | None = None
+    inverse: Any = None  # given: updates are eager
     filled: bool = True  # all parameters get values that do not depend on torch's generator
 
     def engine(self) -> Engine:
@@ -100,7 +101,7 @@ class Job:
                 fill(p, seed).mul_(0.5)
         return Engine(
             model=model,
-            update=Update(model.trainable, self.optimizer, clip_norm=self.clip_norm),
+            update=Update(model.trainable, self.optimizer, clip_norm=self.clip_norm, inverse=self.inverse),
             loss=self.loss,
             data=self.data,
             order=Order(size=len(self.data), global_batch=self.global_batch, micro_batch=self.micro_batch, seed=0),

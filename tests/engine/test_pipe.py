@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.cluster.group import form
 from holdfast.cluster.membership import Generation, Member
 from holdfast.engine.boundary import settled
-from holdfast.engine.pipe import REMEMBERED, UNCLAIMED, Inbox, Outbox
+from holdfast.engine.pipe import REMEMBERED, UNCLAIMED, Inbox, Outbox, describe
 from holdfast.errors import Broken, UsageError
 from tests.engine.memory_group import MemoryGroup, Network, Receive
 
@@ -70,7 +70,7 @@ class Pipe:
         self.inbox = Inbox(self.group, 0, 1000, CPU)
 
     def through(self, value: Any) -> Any:
-        kept = self.out.send(value)
+        kept = self.out.send(describe(value))
         arrived = self.inbox.take()
         del kept
         return arrived
@@ -161,7 +161,7 @@ def test_over_real_wires_every_kind_of_number_arrives() -> None:
     def send() -> None:
         group = form(generation, "0.0", store, CPU)
         out = Outbox(group, 1, 1000, CPU)
-        kept = [out.send(value) for value in given]
+        kept = [out.send(describe(value)) for value in given]
         group.vote(torch.zeros(1))
         del kept
 
@@ -186,7 +186,7 @@ def test_over_real_wires_every_kind_of_number_arrives() -> None:
 def test_many_may_be_under_way() -> None:
     pipe = Pipe()
     shapes = [3, 3, 5, 3, 5, 5, 3, 3, 3]
-    kept = [pipe.out.send((torch.full((n,), float(i)), i % 2)) for i, n in enumerate(shapes)]
+    kept = [pipe.out.send(describe((torch.full((n,), float(i)), i % 2))) for i, n in enumerate(shapes)]
     for i, n in enumerate(shapes):
         assert_equal(pipe.inbox.take(), (torch.full((n,), float(i)), i % 2))
     assert len(kept) == len(shapes)
@@ -239,7 +239,7 @@ def course(pipe: Pipe) -> list[Any]:
     given = [torch.zeros(2), torch.zeros(2), torch.zeros(2), (torch.zeros(3), torch.ones(4)), None, torch.zeros(2)]
     kept, taken = [], []
     for value in given:
-        kept.append(pipe.out.send(value))
+        kept.append(pipe.out.send(describe(value)))
         taken.append(pipe.inbox.take())
     return taken
 
@@ -273,7 +273,7 @@ def test_after_a_break_each_receive_was_waited_for_once() -> None:
 def test_what_cannot_be_sent_is_refused_in_words_and_nothing_is_sent(value: Any, reason: str) -> None:
     pipe = Pipe()
     with pytest.raises(UsageError, match=reason):
-        pipe.out.send(value)
+        pipe.out.send(describe(value))
     assert pipe.network.bytes == 0
     assert_equal(pipe.through((1, torch.ones(2))), (1, torch.ones(2)))
 
@@ -281,7 +281,7 @@ def test_what_cannot_be_sent_is_refused_in_words_and_nothing_is_sent(value: Any,
 def test_the_network_of_these_tests_finds_out_what_is_changed_too_early() -> None:
     """The control: what is sent is read late."""
     pipe, x = Pipe(), torch.zeros(2)
-    kept = pipe.out.send(x)
+    kept = pipe.out.send(describe(x))
     x.add_(1.0)
     assert pipe.inbox.take().tolist() == [1.0, 1.0]
     del kept
@@ -289,6 +289,6 @@ def test_the_network_of_these_tests_finds_out_what_is_changed_too_early() -> Non
 
 def test_the_network_of_these_tests_finds_out_who_does_not_keep_what_it_sends() -> None:
     pipe = Pipe()
-    pipe.out.send(torch.zeros(2))
+    pipe.out.send(describe(torch.zeros(2)))
     with pytest.raises(AssertionError, match="let go before it was read"):
         pipe.inbox.take()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from holdfast.engine.stage import post_of
+from holdfast.cluster.group import alone
+from holdfast.engine.stage import Neighbours, Post, Stage, post_of
 from holdfast.errors import LossNotFinite, UsageError
-from holdfast.plan.layout import Layout, side_by_side
+from holdfast.plan.layout import Layout, Role, side_by_side
 from tests.engine.memory_group import MemoryGroup, on_workers
 from tests.engine.pipelines import (
     Job,
@@ -150,3 +153,53 @@ def test_posts_know_their_neighbours() -> None:
         (2, 1, None, False, True),
         (1, 0, None, False, True),
     ]
+
+
+class _Shift(nn.Module):
+    """Autograd gives the parameter's gradient the memory of the input's."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(shape[1:]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.shift.view(x.shape)) * 2
+
+
+class _Given:
+    """A neighbour that gives the same again and again, each time in memory of its own."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self.take = make
+
+    def close(self) -> None: ...
+
+
+class _Kept:
+    """A neighbour that is slow to take what it is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, list[torch.Tensor]]] = []
+
+    def send(self, message: tuple[str, list[torch.Tensor]]) -> list[object]:
+        self.messages.append(message)
+        return []
+
+
+def test_a_gradient_that_is_being_sent_is_not_written_into() -> None:
+    shape = (1, 4, 8)
+    layer, kept = _Shift(shape), _Kept()
+    post = Post(role=Role(pipeline=0, stage=1, layers=range(1, 2)), stages=3, before=0, behind=2)
+    neighbours = Neighbours(
+        inputs=_Given(lambda: torch.zeros(shape, requires_grad=True)),
+        gradients=_Given(lambda: [torch.ones(shape)]),
+        outputs=_Kept(),
+        back=kept,
+    )
+    stage = Stage(alone(), post, neighbours)
+    for number in range(2):  # as the two of a pair, whose gradients autograd adds up
+        stage.forward(number, None, layer)
+        stage.backward(number, 1.0)
+    assert torch.equal(layer.shift.grad, torch.full(shape[1:], 4.0))
+    for _, (gradient,) in kept.messages:
+        assert torch.equal(gradient, torch.full(shape, 2.0))

@@ -3,12 +3,14 @@
 ``deaf W N``: vote number N of worker W is heard by the others, but it hears nobody until the generation breaks.
 ``die W N``: W is killed when it has heard everybody in its vote number N. ``copying W``: W is killed when
 layers come or go, but not at the begin. ``filling W``: W is killed when it has read its layers from a checkpoint.
-``sending W N``: W is killed in the middle of the Nth large message that it sends.
+``sending W N``: W is killed in the middle of the Nth large message that it sends. ``late W N``: in step N, W begins
+no eager update until the generation breaks: it is untouched.
 """
 
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, Transfer
+from holdfast.engine.eager import Eager
 from holdfast.recovery import copy
 from holdfast.recovery.resume import Resumer
 
@@ -33,6 +36,8 @@ def meddle(plan: str) -> None:
         _meddle_with_votes(votes)
     for number in [int(rest[0]) for what, *rest in mine if what == "sending"]:
         _die_sending(number)
+    for step in [int(rest[0]) for what, *rest in mine if what == "late"]:
+        _update_late(step)
     if ("copying",) in mine:
         _die_copying()
     if ("filling",) in mine:
@@ -75,6 +80,23 @@ def _die_sending(number: int) -> None:
         return works
 
     Group.start = start  # type: ignore[method-assign]
+
+
+def _update_late(step: int) -> None:
+    real, waited = Eager.summed, threading.Event()
+
+    def summed(eager: Eager, bucket: Any) -> None:
+        from holdfast.run import _runs
+
+        group = _runs[0]._cohort.group
+        if faults._step == step and group is not None and not waited.is_set():
+            waited.set()
+            while True:
+                time.sleep(0.002)
+                group.check()
+        real(eager, bucket)
+
+    Eager.summed = summed  # type: ignore[method-assign]
 
 
 def _die_copying() -> None:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
+from holdfast.recovery.log import LogSettings
+from tests.faults.log_hooks import meddle_with_log
 from tests.faults.meddling import meddle
-from tests.faults.train import stages_of
+from tests.faults.train import clip_of, stages_of
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 69, 16, 2  # 4 full batches and one of 5: two micro-batches of 2 and one of 1
 WORDS, LENGTH, WIDTH = 24, 7, 32
@@ -154,10 +156,19 @@ def make_later(*, hidden: int = 96) -> list[Any]:
     return [*first, Split, Turn, Join, holdfast.tied(Head, **{"head.weight": "0.words.weight"})]
 
 
+def log_of(log: str | None, memory: str | None) -> bool | int | LogSettings:
+    """``LOG=1``: without limit; another number is a budget. ``LOG_MEMORY``: bytes that may stay in memory."""
+    budget = None if log in (None, "", "0", "1") else int(log)
+    if memory is not None and log not in (None, "", "0"):
+        return LogSettings(budget=budget, memory=int(memory))
+    return log == "1" if budget is None else budget
+
+
 def main() -> None:
     setting = os.environ.get
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
     meddle(setting("MEDDLE", ""))
+    meddle_with_log(setting("LOG_MEDDLE", ""))
     run = holdfast.Run(
         layers=(make_later if setting("LATER") else make_layers)(hidden=int(setting("HIDDEN", "96"))),
         loss=loss,
@@ -166,13 +177,15 @@ def main() -> None:
         data=Sentences(),
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
-        clip_norm=float(setting("CLIP", "0.5")),
+        update=setting("UPDATE", "commit"),
+        clip_norm=clip_of(setting("CLIP", "0.5")),
         numerics=setting("NUMERICS", "exact"),
         stages=stages_of(setting("STAGES", "1")),
         tolerate=int(setting("TOLERATE", "0")),
         memory=setting("MEMORY"),
         checkpoint=setting("CHECKPOINT"),
         every=int(setting("EVERY", "3")),
+        log=log_of(setting("LOG"), setting("LOG_MEMORY")),
     )
     if setting("FIRST_LOOP"):
         for _ in run.steps(int(setting("FIRST_LOOP", "0"))):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import holdfast
+from tests.faults.meddling import meddle
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 70, 16, 2
 
@@ -28,9 +29,14 @@ def stages_of(text: str) -> int | list[int] | None:
     return [int(number) for number in text.split(",")] if "," in text else int(text)
 
 
+def clip_of(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
 def main() -> None:
     setting = os.environ.get
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
+    meddle(setting("MEDDLE", ""))
     width = int(setting("WIDTH", "32"))
     layers = [nn.Linear(16, width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)]
     run = holdfast.Run(
@@ -41,7 +47,8 @@ def main() -> None:
         data=Waves(),
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
-        clip_norm=1.0,
+        update=setting("UPDATE", "commit"),
+        clip_norm=clip_of(setting("CLIP", "1.0")),
         numerics=setting("NUMERICS", "exact"),
         stages=stages_of(setting("STAGES", "1")),
         tolerate=int(setting("TOLERATE", "0")),
@@ -63,6 +70,8 @@ def main() -> None:
             run.evaluate(Waves())
         if step.number == int(setting("BREAK", "-1")):
             break
+    if setting("MODEL"):
+        run.save_model(setting("MODEL", ""))
     line = json.dumps({"worker": os.environ.get("HOLDFAST_WORKER"), "sha256": run.sha256(), "pid": os.getpid()})
     with open(os.environ["RESULTS"], "a") as results:
         results.write(line + "\n")

@@ -2,12 +2,15 @@
 
 The model knows what a worker can see and nothing else. A unit of state is the list of the attempts whose results it
 has taken in, so that a result from an attempt that was dropped, or a unit that has missed one, cannot pass for right.
+With eager updates a unit that was updated and undone has a mark of its own in that list, for the rounding: copies
+with different marks are not the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from holdfast.cluster.membership import Standing, lost_units, newest_of, worker_order
@@ -27,6 +30,8 @@ class Worker:
     state: dict[int, list[int]] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     place: set[int] = field(default_factory=set)
+    eager: bool = False
+    undone: set[int] = field(default_factory=set)
 
     def standing(self) -> Standing:
         return Standing(
@@ -35,7 +40,19 @@ class Worker:
             held=tuple(sorted(self.held)),
             next=tuple(sorted(self.held & self.place)),
             units=UNITS,
+            undone=tuple(sorted(self.undone | (self.place if self.eager and self.voted is not None else set()))),
         )
+
+    def undo(self, units: Iterable[int]) -> None:
+        """These were updated too early: they are as before, but for the rounding."""
+        for unit in units:
+            self.state[unit].append(-next(_marks))
+            self.undone.add(unit)
+
+    def drop(self) -> None:
+        if self.eager and self.voted is not None:
+            self.undo(self.place)
+        self.voted = None
 
     def apply(self) -> None:
         """It has gradients for the units of its place, and for no others."""
@@ -44,8 +61,17 @@ class Worker:
         for unit in self.place:
             self.state[unit].append(self.voted)
         self.held &= self.place
+        self.undone.clear()
         self.operation += 1
         self.voted = None
+
+
+_marks = itertools.count(1)
+
+
+def exactly(state: list[int]) -> list[int]:
+    """What a unit would be without rounding."""
+    return [attempt for attempt in state if attempt > 0]
 
 
 class Lost(Exception):
@@ -58,6 +84,7 @@ class World:
 
     chance: random.Random
     settle: Settle
+    eager: bool = False
     workers: dict[str, Worker] = field(default_factory=dict)
     committed: list[int] = field(default_factory=list)  # the attempt of each operation
     attempts: int = 0
@@ -65,7 +92,7 @@ class World:
 
     def join(self, count: int) -> None:
         for _ in range(count):
-            self.workers[f"0.{self.born}"] = Worker()
+            self.workers[f"0.{self.born}"] = Worker(eager=self.eager)
             self.born += 1
 
     def sometimes(self, chance: float = 0.2) -> bool:
@@ -95,7 +122,7 @@ class World:
             worker = self.workers[name]
             if name in plan.forward:
                 worker.apply()
-            worker.voted = None
+            worker.drop()
             if plan.begins is not None or name in plan.newcomers:
                 worker.operation = None
                 worker.held.clear()
@@ -115,6 +142,7 @@ class World:
         if plan.begins is not None:
             for worker in self.workers.values():
                 worker.state = {unit: [] for unit in range(UNITS)}  # initial values, wherever they come from
+                worker.undone.clear()
             self.workers[plan.begins].held = set(range(UNITS))
             held = [set(range(UNITS)) if name == plan.begins else set() for name in names]
         else:
@@ -125,10 +153,25 @@ class World:
                 return False
             self.workers[receiver].state[move.unit] = list(self.workers[sender].state[move.unit])
             self.workers[receiver].held.add(move.unit)
+            self.workers[receiver].undone.discard(move.unit)
+        self.check_exactness(plan, wanted, names)
         for name, place in zip(names, wanted, strict=True):
             self.workers[name].operation = plan.operation
             self.workers[name].place = place
         return True
+
+    def check_exactness(self, plan: Settlement, wanted: list[set[int]], names: list[str]) -> None:
+        """Where a copy was left that nobody had touched, nothing is rounded."""
+        for name, place in zip(names, wanted, strict=True):
+            for unit in place:
+                if plan.begins is None and unit not in plan.inexact:
+                    assert unit not in self.workers[name].undone, "rounded without need"
+
+    def check_copies(self) -> None:
+        """Those that train are alike to the bit. Others may be kept until the first vote."""
+        for unit in range(UNITS):
+            copies = [worker.state[unit] for worker in self.workers.values() if unit in worker.place]
+            assert all(copy == copies[0] for copy in copies), "replicas differ"
 
     def look_for_losses(self, standings: dict[str, Standing]) -> None:
         """What nobody has as it should be is lost, and nothing else is."""
@@ -142,7 +185,7 @@ class World:
                 state = worker.state[unit]
                 if worker.voted is not None and unit in worker.place and worker.operation == len(self.committed) - 1:
                     state = [*state, worker.voted]
-                if worker.operation is not None and state == self.committed:
+                if worker.operation is not None and exactly(state) == self.committed:
                     right.add(unit)
         missing = sorted(set(range(UNITS)) - right) if self.committed else []
         assert lost_units(standings.values()) == missing
@@ -154,8 +197,12 @@ class World:
         self.attempts += 1
         alive = True
         for name in self.in_any_order():
-            if self.maybe_die(name) or self.sometimes(0.05):  # died, or gave up before its vote
+            if self.maybe_die(name):
                 alive = False
+            elif self.sometimes(0.05):  # gave up before its vote, with some of its units updated
+                alive = False
+                worker = self.workers[name]
+                worker.undo(unit for unit in worker.place if self.eager and self.sometimes(0.5))
             else:
                 self.workers[name].voted = self.attempts
         if not alive:
@@ -185,18 +232,19 @@ class World:
                 for worker in self.workers.values():
                     assert worker.operation == len(self.committed), "somebody stands elsewhere"
                     assert worker.place <= worker.held, "somebody lacks what it needs"
-                    right = all(worker.state[unit] == self.committed for unit in worker.held)
+                    right = all(exactly(worker.state[unit]) == self.committed for unit in worker.held)
                     assert right, "lost, doubled, or out of date"
+                self.check_copies()
                 assert sorted(set(self.committed)) == self.committed, "an attempt was applied twice"
                 while not self.sometimes(0.3) and self.operate():
                     pass
             self.join(self.chance.choice([0, 0, 0, 1, 2]))
 
 
-def survives(seed: int, settle: Settle) -> bool:
+def survives(seed: int, settle: Settle, *, eager: bool = False) -> bool:
     """Whether the run goes on to the end; false if it lost a unit."""
     try:
-        World(random.Random(seed), settle).live(rounds=15)
+        World(random.Random(seed), settle, eager).live(rounds=15)
     except Lost:
         return False
     return True

@@ -13,7 +13,7 @@ from holdfast.cluster import membership
 from holdfast.cluster.membership import Standing, newest_of, worker_order
 from holdfast.errors import HoldfastError
 from holdfast.recovery import settle as settling
-from holdfast.recovery.settle import Settlement, settle
+from holdfast.recovery.settle import Settlement, settle, trusted
 from tests.recovery.commit_model import UNITS, Settle, survives
 
 
@@ -21,6 +21,12 @@ from tests.recovery.commit_model import UNITS, Settle, survives
 @settings(deadline=None, max_examples=400)
 def test_every_operation_is_committed_exactly_once_to_every_unit(seed: int) -> None:
     survives(seed, settle)
+
+
+@given(st.integers(0, 2**32))
+@settings(deadline=None, max_examples=400)
+def test_with_eager_updates_too_and_replicas_stay_alike(seed: int) -> None:
+    survives(seed, settle, eager=True)
 
 
 def test_the_model_is_not_all_about_losses() -> None:
@@ -60,6 +66,35 @@ def everybody_is_up_to_date(standings: dict[str, Standing]) -> Settlement:
     return replace(plan, held={w: frozenset(s.held) for w, s in standings.items()})
 
 
+def undone_is_as_good(standings: dict[str, Standing]) -> Settlement:
+    """As if undoing gave back every bit."""
+    return settle({w: replace(s, undone=()) for w, s in standings.items()})
+
+
+def the_last_ones_copy(standings: dict[str, Standing]) -> Settlement:
+    """A copy that was undone counts even if others are untouched."""
+    plan = settle(standings)
+    held = {w: set(units) for w, units in plan.held.items()}
+    for w, standing in standings.items():
+        if w not in plan.newcomers and w not in plan.forward:
+            for unit in set(standing.undone) & set(standing.held):
+                for units in held.values():
+                    units.discard(unit)
+                held[w].add(unit)
+    return replace(plan, held={w: frozenset(units) for w, units in held.items()})
+
+
+def untouched_because_it_will_roll_forward(standings: dict[str, Standing]) -> Settlement:
+    """Who has voted is believed to be untouched, though it has to drop what it voted for."""
+    return settle({w: replace(s, undone=()) if s.voted else s for w, s in standings.items()})
+
+
+@pytest.mark.parametrize("broken", [undone_is_as_good, the_last_ones_copy, untouched_because_it_will_roll_forward])
+def test_the_model_finds_out_copies_that_differ(broken: Settle) -> None:
+    with pytest.raises(AssertionError, match=r"replicas differ|rounded without need"):
+        sum(survives(seed, broken, eager=True) for seed in range(300))
+
+
 @pytest.mark.parametrize(
     "broken", [never_forward, forward_whoever_voted, oldest_wins, as_if_all_were_updated, everybody_is_up_to_date]
 )
@@ -93,6 +128,7 @@ standings = st.builds(
     next=units,
     units=st.just(UNITS),
 )
+touched = st.builds(replace, standings, undone=units)
 names = st.builds("{}.{}".format, st.integers(0, 2), st.integers(0, 20))
 
 
@@ -119,7 +155,39 @@ def test_everybody_stands_there_or_is_told_and_only_voters_roll_forward(standing
         assert not any(plan.held.values()), "what was held of a state that is begun again is of no use"
 
 
-@given(st.dictionaries(names, standings, min_size=1, max_size=8), st.randoms(use_true_random=False))
+@given(st.dictionaries(names, touched, min_size=1, max_size=8))
+def test_of_what_was_undone_untouched_copies_count_or_one(standings: dict[str, Standing]) -> None:
+    plan, plain = settle(standings), settle({w: replace(s, undone=()) for w, s in standings.items()})
+    assert (plan.operation, plan.forward) == (plain.operation, plain.forward)
+    if plan.begins is not None:
+        assert not standings[plan.begins].undone or all(s.undone for s in standings.values())
+        return
+    for unit in range(UNITS):
+        holders = [w for w in sorted(standings, key=worker_order) if unit in plain.held[w]]
+        counts = [w for w in holders if unit in plan.held[w]]
+        untouched = [w for w in holders if w in plan.forward or unit not in standings[w].undone]
+        assert counts == (untouched or holders[:1])
+        assert (unit in plan.inexact) == (bool(holders) and not untouched)
+        assert (unit in plan.undone) == (len(untouched) < len(holders))
+
+
+def test_who_rolls_forward_has_an_exact_copy() -> None:
+    """One has committed operation 4 and begun the next; the other still has the bits of 4 when it rolls forward."""
+    ahead = Standing(operation=5, held=(0, 1), undone=(1,), units=2)
+    behind = Standing(operation=4, voted=True, held=(0, 1), next=(0, 1), undone=(0, 1), units=2)
+    plan = settle({"0.0": ahead, "0.1": behind})
+    assert plan.held == {"0.0": {0}, "0.1": {0, 1}}
+    assert (plan.undone, plan.inexact) == ((1,), ())
+
+
+def test_nothing_is_said_to_be_held_that_is_not() -> None:
+    held = {"0.0": frozenset({0}), "0.1": frozenset({1})}
+    counts, inexact = trusted(held, {"0.0": frozenset({0, 1}), "0.1": frozenset()})
+    assert counts == held
+    assert inexact == {0}
+
+
+@given(st.dictionaries(names, touched, min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_every_worker_comes_to_the_same_settlement(standings: dict[str, Standing], random: random.Random) -> None:
     order = list(standings)
     random.shuffle(order)
@@ -141,3 +209,5 @@ def test_what_nobody_has_committed_is_begun_again_by_the_first() -> None:
 def test_reasons_are_in_words() -> None:
     plan = settle({"0.0": Standing(operation=5), "0.1": Standing(operation=4, voted=True), "0.2": Standing()})
     assert plan.reason == "operation 4 is committed: 0.1 roll forward; 0.2 get the state"
+    plan = settle({w: Standing(operation=5, held=(0, 1), undone=(1,), broken=True) for w in ("0.0", "0.1")})
+    assert plan.reason == "all copies of units 1 were updated and taken back, one is everybody's"

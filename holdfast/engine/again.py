@@ -1,0 +1,162 @@
+"""Past steps of some layers, computed once more: from records of what their neighbours gave them then.
+
+All workers share the micro-batches, as in data parallelism: there are no neighbours to wait for. In exact mode the
+result is that of the first time, to the last bit, because neither the cut into stages nor who computes what matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.cluster.group import Group
+from holdfast.engine.boundary import like
+from holdfast.engine.engine import Engine
+from holdfast.engine.gradients import make_buckets
+from holdfast.engine.pipe import describe
+from holdfast.engine.record import Direction, Keeper, Key, Message, Recorder
+from holdfast.engine.reduce import Reduction
+from holdfast.engine.stage import Neighbours, Post, Stage
+from holdfast.engine.update import Terms
+from holdfast.plan.layout import Role
+
+
+class Again:
+    """Computes these layers' part of one step after the other; ``find`` gives the value of a record.
+
+    The first ``workers`` compute. What the layers give their neighbours goes into the log once more: whoever
+    gave it the first time is lost.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: Group,
+        spans: Sequence[range],
+        find: Callable[[Key], Any],
+        *,
+        workers: int,
+        log: Keeper,
+    ) -> None:
+        self._engine = engine
+        self._group = group
+        self._find = find
+        layers = [engine.model.layers[layer] for span in spans for layer in span]
+        parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+        self._computes = group.rank < workers
+        self._buckets = make_buckets([(tuple(range(workers)), parameters)])
+        self._recorder = Recorder(log, {end for span in spans for end in (span.start, span.stop)})
+        self._stages = [_Span(engine, group, span, find, self._recorder) for span in reversed(spans)]
+        self._inside = {layer for span in spans for layer in span}
+        ties = enumerate(engine.ties.described)
+        self._apart = {number for number, tie in ties if tie.is_cut(self._recorder.logged)}
+
+    def attempt(self, step: int, shares: Sequence[range]) -> None:
+        """The gradients of one step, whose micro-batches are shared out. They may still be on their way to others."""
+        if not self._computes:
+            return
+        collector, order = self._engine.collector, self._engine.order
+        self._recorder.at(step, range(order.micro_batches(step)))
+        reduction = Reduction(self._buckets, self._group, shares, exact=self._engine.exact)
+        collector.begin(reduction)
+        for index in reduction.share:
+            reduction.before(index)
+            last = index == reduction.share[-1]
+            collector.micro_batch(last=last)
+            for stage in self._stages:
+                stage.compute(step, index)
+            if not last:
+                reduction.after(index)
+        reduction.flush()
+        reduction.finish()
+        self._tie(step)
+
+    def apply(self, terms: Terms) -> None:
+        """The update that the step ended with: after a vote, for it writes into what was sent."""
+        if self._computes:
+            self._engine.update.repeat(terms)
+            self.drop()
+
+    def drop(self) -> None:
+        """Forgets the gradients, whether the attempt ended well or broke."""
+        self._engine.collector.end()
+        self._engine.ties.forget()
+
+    def _tie(self, step: int) -> None:
+        """Of a shared weight's uses, those that are not computed again are known from records."""
+        for number, (weight, uses) in enumerate(self._engine.ties.weights):
+            if not any(use.layer in self._inside for use in uses):
+                continue
+            total: torch.Tensor | None = None
+            for use in uses:
+                grad = use.leaf.grad
+                if use.layer not in self._inside:
+                    key = Key(step=step, boundary=use.layer, micro_batch=number, direction=Direction.TIE)
+                    grad = self._find(key)
+                assert grad is not None
+                if use.layer in self._inside and self._group.rank == 0 and number in self._apart:
+                    self._recorder.tie(use.layer, number, describe(grad))
+                total = grad if total is None else total + grad
+                use.leaf.grad = None
+            assert total is not None
+            weight.grad = like(total, weight.stride())
+
+
+class _Span:
+    """Consecutive layers between two boundaries whose records are there."""
+
+    def __init__(
+        self, engine: Engine, group: Group, span: range, find: Callable[[Key], Any], recorder: Recorder
+    ) -> None:
+        self._engine, self._group = engine, group
+        is_first, is_last = span.start == 0, span.stop == len(engine.model.layers)
+        rank = group.rank
+        post = Post(
+            role=Role(pipeline=rank, stage=0, layers=span),
+            stages=1,
+            before=None if is_first else rank,
+            behind=None if is_last else rank,
+        )
+        self._inputs = None if is_first else _Recorded(find, span.start, Direction.FORWARD)
+        self._gradients = None if is_last else _Recorded(find, span.stop, Direction.BACKWARD)
+        neighbours = Neighbours(
+            inputs=self._inputs,
+            gradients=self._gradients,
+            outputs=None if is_last else _Nobody(),
+            back=None if is_first else _Nobody(),
+        )
+        self._stage = Stage(group, post, neighbours, recorder)
+
+    def compute(self, step: int, index: int) -> None:
+        for source in (self._inputs, self._gradients):
+            if source is not None:
+                source.at(step, index)
+        self._engine.forward_pass(step, index, index, self._stage, self._group)
+        self._engine.backward_pass(step, index, index, self._stage)
+        self._stage.finish()
+
+
+class _Recorded:
+    """What a neighbour gave then."""
+
+    def __init__(self, find: Callable[[Key], Any], boundary: int, direction: Direction) -> None:
+        self._find, self._boundary, self._direction = find, boundary, direction
+        self._key: Key | None = None
+
+    def at(self, step: int, index: int) -> None:
+        self._key = Key(step=step, boundary=self._boundary, micro_batch=index, direction=self._direction)
+
+    def take(self) -> Any:
+        assert self._key is not None
+        return self._find(self._key)
+
+    def close(self) -> None: ...
+
+
+class _Nobody:
+    """The neighbours have got it long ago."""
+
+    def send(self, message: Message) -> list[Any]:
+        return []

@@ -1,0 +1,119 @@
+"""Which boundaries of a layout are logged: all that can be of use, or the best choice that fits into a budget.
+
+A lost layer can be computed again from a boundary only if the records of all micro-batches are there. So only
+boundaries that all pipelines have between two of their stages are worth logging.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.plan.grouping import choose_groups, longest_interval
+from holdfast.plan.lines import Layout, Line
+from holdfast.plan.profile import Profile
+from holdfast.words import count, size_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tie:
+    """A weight that several layers share: the gradient of each use is logged too, where they can be lost apart."""
+
+    layers: tuple[int, ...]
+    bytes: int
+
+    def is_cut(self, boundaries: frozenset[int]) -> bool:
+        """Whether a logged boundary lies between two of its uses.
+
+        >>> Tie(layers=(0, 9), bytes=4).is_cut(frozenset([3])), Tie(layers=(4, 9), bytes=4).is_cut(frozenset([3]))
+        (True, False)
+        """
+        return any(self.layers[0] < boundary <= self.layers[-1] for boundary in boundaries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """The boundaries whose records are kept, and what that is expected to take."""
+
+    boundaries: frozenset[int]
+    reason: str
+    bytes_per_step: int = 0  # of all workers together, where that is known
+    longest: int | None = None  # steps from checkpoint to checkpoint for which the budget lasts
+
+
+def choose_boundaries(
+    layout: Layout,
+    *,
+    profile: Profile | None,
+    micro_batches: int,
+    interval: int,
+    budget: int | None,
+    ties: Sequence[Tie] = (),
+) -> Logging:
+    """Without a budget all that can be of use; with one, those that the planner's grouping finds.
+
+    >>> from holdfast.plan.lines import Line
+    >>> line = Line(ranks=(0, 1, 2), layers=(range(0, 2), range(2, 3), range(3, 6)))
+    >>> layout = Layout(lines=(line,), size=3, layers=6, tolerate=0, minimum=1, reason="")
+    >>> sorted(choose_boundaries(layout, profile=None, micro_batches=8, interval=10, budget=None).boundaries)
+    [2, 3]
+    """
+    cuts = _common_cuts(layout, micro_batches)
+    if not cuts:
+        return Logging(boundaries=frozenset(), reason="no boundary is one between stages in every pipeline")
+    if budget is None or profile is None:
+        everything = frozenset(cuts)
+        size = 0 if profile is None else _crossing(profile, everything, micro_batches, ties)
+        reason = f"{count(len(cuts), 'boundary')} logged: there is no {'limit' if budget is None else 'profile'}"
+        return Logging(boundaries=everything, bytes_per_step=size, reason=reason)
+    cuts = [cut for cut in cuts if interval * _tie_bytes(ties, frozenset([cut])) <= budget]
+    found = choose_groups(
+        recovery_seconds=[
+            _seconds(profile, range(first, stop)) * micro_batches
+            for first, stop in itertools.pairwise([0, *cuts, layout.layers])
+        ],
+        boundary_bytes=[_bytes(profile, cut) * micro_batches for cut in cuts],
+        bandwidth=profile.between.bandwidth,
+        interval=interval,
+        budget=max(budget - interval * _tie_bytes(ties, frozenset(cuts)), 0),
+    )
+    chosen = frozenset(cuts[number] for number in found.logged)
+    size = _crossing(profile, chosen, micro_batches, ties)
+    return Logging(
+        boundaries=chosen,
+        bytes_per_step=size,
+        longest=longest_interval(bytes_per_step=size, budget=budget),
+        reason=f"a budget of {size_text(budget)}: {found.reason}",
+    )
+
+
+def _common_cuts(layout: Layout, micro_batches: int) -> list[int]:
+    """Boundaries between stages in every pipeline that has something to do."""
+    shares = layout.shares(micro_batches)
+    cuts = [_cuts(line) for line, share in zip(layout.lines, shares, strict=True) if share]
+    return sorted(set.intersection(*cuts)) if cuts else []
+
+
+def _cuts(line: Line) -> set[int]:
+    return {layers.stop for layers in line.layers[:-1]}
+
+
+def _seconds(profile: Profile, layers: range) -> float:
+    return sum(profile.layers[layer].forward + profile.layers[layer].backward for layer in layers)
+
+
+def _bytes(profile: Profile, cut: int) -> int:
+    """What crosses a boundary for one micro-batch, both ways."""
+    layer = profile.layers[cut - 1]
+    return layer.output_bytes + layer.output_gradient_bytes
+
+
+def _tie_bytes(ties: Sequence[Tie], boundaries: frozenset[int]) -> int:
+    """Each use's gradient once a step."""
+    return sum(tie.bytes * len(tie.layers) for tie in ties if tie.is_cut(boundaries))
+
+
+def _crossing(profile: Profile, boundaries: frozenset[int], micro_batches: int, ties: Sequence[Tie]) -> int:
+    """Bytes of records in a step."""
+    return sum(_bytes(profile, cut) for cut in boundaries) * micro_batches + _tie_bytes(ties, boundaries)

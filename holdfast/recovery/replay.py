@@ -1,0 +1,214 @@
+"""Brings back layers that nobody holds any more: from the last checkpoint, by the records of what neighbours sent.
+
+Everybody takes part: each worker computes some micro-batches of the lost layers and sends the others the records
+that they need. What survivors hold is not touched, unless it has to be computed again as well. Whatever does not
+work, the log is given up, and the run returns to the checkpoint: it is never wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.cluster import faults
+from holdfast.cluster.events import Events
+from holdfast.cluster.group import Group
+from holdfast.engine.again import Again
+from holdfast.engine.engine import Engine
+from holdfast.engine.pipe import TAGS, Inbox, Outbox, read
+from holdfast.engine.record import Key
+from holdfast.engine.rng import undisturbed_generators
+from holdfast.engine.state import State
+from holdfast.engine.update import Terms
+from holdfast.errors import Broken
+from holdfast.plan.records import Holding
+from holdfast.plan.replay import Impossible, Replay, Situation, Sources, needed, plan_replay
+from holdfast.plan.shares import shares
+from holdfast.recovery.copy import pass_on
+from holdfast.recovery.log import Damaged, Log
+from holdfast.recovery.reports import GroupRanks
+from holdfast.recovery.resume import Resumer
+
+REPLAY_TAG = 4 * TAGS
+
+
+class Replayer:
+    """This worker's part in computing lost layers again."""
+
+    def __init__(self, engine: Engine, state: State, log: Log, resumer: Resumer, events: Events) -> None:
+        self.log = log
+        self._engine = engine
+        self._state = state
+        self._resumer = resumer
+        self._events = events
+        self._ties = [tie.layers for tie in engine.ties.described]
+        self._traffic: _Traffic | None = None  # of the last replay, as long as its generation lasts
+
+    def workers(self, size: int) -> int:
+        """How many share the work: all; benches ask what one alone would take."""
+        return min(size, int(os.environ.get("HOLDFAST_REPLAYERS", size)))
+
+    def plan(self, group: Group, lost: Collection[int]) -> tuple[Replay, list[list[Holding]]]:
+        """What has to be computed again for these layers, and who has the records. ``Broken`` if that is impossible."""
+        ranks = GroupRanks(group, self._engine.model.device)
+        step = int(self._state.progress["step"])
+        checkpoints = self._resumer.steps() if group.rank == 0 else []  # others may see them later
+        mine = [checkpoints, [held.to_json() for held in self.log.holdings(step)]]
+        said = [json.loads(text) for text in ranks.exchange(json.dumps(mine).encode())]
+        holdings = [[Holding.from_json(held) for held in each] for _, each in said]
+        situation = Situation(
+            layers=len(self._engine.model.layers),
+            lost=lost,
+            step=step,
+            checkpoints=said[0][0],
+            micro_batches=self._engine.order.micro_batches,
+            holdings=holdings,
+            ties=self._ties,
+        )
+        found = plan_replay(situation)
+        if isinstance(found, Impossible):
+            raise self.useless(found.reason)
+        return found, holdings
+
+    def carry_out(self, group: Group, replay: Replay, holdings: Sequence[Sequence[Holding]]) -> None:
+        """Every member calls this; the first ``workers`` have memory for the layers, and hold them afterwards."""
+        begin, settings = time.monotonic(), self._engine.update.settings()
+        try:
+            with undisturbed_generators():
+                self._load(group, replay)
+                count, size = self._compute(group, replay, holdings)
+        except Damaged as e:
+            raise self.useless(str(e)) from e
+        finally:
+            self._engine.update.set_settings(settings)
+        self._events.write(
+            "replay",
+            generation=group.generation.number,
+            worker=group.generation.workers[group.rank],
+            first=replay.first,
+            stop=replay.stop,
+            layers=[[span.start, span.stop] for span in replay.spans],
+            replayers=self.workers(group.size),
+            records=count,
+            bytes=size,
+            seconds=round(time.monotonic() - begin, 4),
+            reason=replay.reason,
+        )
+
+    def close(self) -> None:
+        """The generation of the last replay is over: nothing more is received for it."""
+        traffic, self._traffic = self._traffic, None
+        if traffic is not None:
+            traffic.close()
+
+    def useless(self, reason: str) -> Broken:
+        """The log does not help: the generation ends, and the next one begins from the checkpoint."""
+        self._events.write("log-useless", worker=self.log.name, reason=reason)
+        self.log.give_up(f"{reason}; all return to the last checkpoint")
+        return Broken(f"the log is of no use: {reason}")
+
+    def _load(self, group: Group, replay: Replay) -> None:
+        """The layers as they were saved, on those who compute."""
+        model, computes = self._engine.model, group.rank < self.workers(group.size)
+        units = [unit for unit in model.units_of(replay.layers) if computes]
+        self._engine.update.forget([p for unit in units for p in unit.parameters])
+        numbers = {unit.number for unit in units}
+        ranks = GroupRanks(group, model.device)
+        failure = self._resumer.agreed(ranks, replay.first, lambda step: self._resumer.fill_units(step, numbers))
+        if failure is not None:
+            raise self.useless(str(failure))
+
+    def _terms(self, group: Group, replay: Replay) -> list[Terms]:
+        """How each step was applied; who came later is told by one who was there."""
+        known = self.log.terms(replay.first, replay.stop)
+        device = self._engine.model.device
+        said = GroupRanks(group, device).exchange(b"no" if known is None else b"yes")
+        tellers = [rank for rank, text in enumerate(said) if text == b"yes"]
+        if not tellers:
+            raise self.useless(f"nobody knows how the steps since {replay.first} were applied")
+        listeners = [rank for rank in range(group.size) if rank not in tellers]
+        value = None if known is None else [vars(terms) for terms in known]
+        heard = pass_on(group, value, sender=tellers[0], listeners=listeners, device=device)
+        return [Terms(**terms) for terms in heard]
+
+    def _compute(self, group: Group, replay: Replay, holdings: Sequence[Sequence[Holding]]) -> tuple[int, int]:
+        """Returns how many records this worker has sent, and their bytes."""
+        terms = self._terms(group, replay)
+        workers, order, model = self.workers(group.size), self._engine.order, self._engine.model
+        idle = [range(0)] * (group.size - workers)
+
+        def parts(step: int) -> list[range]:
+            return shares(order.micro_batches(step), workers) + idle
+
+        def wanted(step: int, rank: int) -> list[Key]:
+            computed = parts(step)[rank] if rank < workers else None
+            layers = len(model.layers)
+            return [] if computed is None else list(needed(replay, step, computed, layers=layers, ties=self._ties))
+
+        steps = range(replay.first, replay.stop)
+        traffic = self._traffic = _Traffic(group, self.log, Sources(holdings), wanted, steps, model.device)
+        again = Again(self._engine, group, replay.spans, traffic.find, workers=workers, log=self.log)
+        model.train()
+        try:
+            for step in steps:
+                faults.point("replay")
+                traffic.send_ahead(step)
+                again.attempt(step, parts(step))
+                group.vote(torch.zeros(1, device=model.device))  # all have what was sent to them for the step
+                again.apply(terms[step - replay.first])
+                traffic.arrived(step)
+        finally:
+            again.drop()
+        return traffic.count, traffic.bytes
+
+
+class _Traffic:
+    """Records on their way: everybody sends what the others need, a step ahead, and takes what it needs, in order."""
+
+    def __init__(
+        self, group: Group, log: Log, sources: Sources, wanted: Any, steps: range, device: torch.device
+    ) -> None:
+        self.count = self.bytes = 0
+        self._group, self._log, self._sources, self._wanted, self._steps = group, log, sources, wanted, steps
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        self._out = {rank: Outbox(group, rank, REPLAY_TAG, device) for rank in others}
+        self._device = device
+        self._in: dict[int, Inbox] = {}
+        self._kept: dict[int, list[Any]] = {}  # by step: what may not have arrived yet
+
+    def send_ahead(self, step: int) -> None:
+        """This step's records, unless they were sent before, and the next one's."""
+        for each in (step, step + 1):
+            if each in self._steps and each not in self._kept:
+                self._kept[each] = [work for rank in self._out for work in self._send(each, rank)]
+
+    def _send(self, step: int, rank: int) -> list[Any]:
+        works: list[Any] = []
+        for key in self._wanted(step, rank):
+            if self._sources.rank_of(key) == self._group.rank:
+                message = self._log.read(key)
+                works += self._out[rank].send(message)
+                self.count += 1
+                self.bytes += sum(tensor.nbytes for tensor in message[1])
+        return works
+
+    def find(self, key: Key) -> Any:
+        source = self._sources.rank_of(key)
+        if source == self._group.rank:
+            text, tensors = self._log.read(key)
+            return read((text, [tensor.clone() for tensor in tensors]))  # autograd may write into it
+        if source not in self._in:
+            self._in[source] = Inbox(self._group, source, REPLAY_TAG, self._device)
+        return self._in[source].take()
+
+    def arrived(self, step: int) -> None:
+        del self._kept[step]
+
+    def close(self) -> None:
+        for inbox in self._in.values():
+            inbox.close()
