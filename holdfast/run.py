@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,22 +22,21 @@ from holdfast.cluster.membership import Membership, Solo
 from holdfast.data.fetch import Dataset
 from holdfast.data.order import Order
 from holdfast.engine.engine import Engine, Loss, label_of
-from holdfast.engine.memory import keep_freed_memory
-from holdfast.engine.model import LayeredModel, Layers
+from holdfast.engine.model import Layers
 from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_write
 from holdfast.engine.state import State
-from holdfast.engine.statistics import refuse_running_statistics
-from holdfast.engine.update import Schedule, Update
+from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
 from holdfast.plan.tree import tree_sum
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.copies import Together
 from holdfast.recovery.gather import gather_sha256, write_model
-from holdfast.recovery.log import Log, LogSettings
+from holdfast.recovery.log import LogSettings
 from holdfast.recovery.replay import Replayer
 from holdfast.recovery.saver import Saver, Settings
-from holdfast.recovery.undo import check, undo_step
+from holdfast.script import Script
+from holdfast.script import Step as Step
 from holdfast.settings import (
     bytes_of,
     check_batches,
@@ -48,52 +45,11 @@ from holdfast.settings import (
     check_update,
     choose_device,
     log_of,
+    model_of,
     profile_of,
+    update_of,
 )
-from holdfast.words import count, say_aloud
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One committed training step.
-
-    >>> Step(number=3, loss=0.5, epoch=0, workers=4, is_first_worker=True).loss
-    0.5
-    """
-
-    number: int
-    loss: float
-    epoch: int
-    workers: int
-    is_first_worker: bool
-
-
-class Script:
-    """Where this worker's script is: in the body of a loop, or after one; and what it has asked for there.
-
-    >>> script = Script()
-    >>> script.next_key("hash"), script.next_key("hash"), script.is_after_a_loop
-    ('after 0/hash 0', 'after 0/hash 1', True)
-    """
-
-    def __init__(self) -> None:
-        self._place = "after 0"
-        self._asked: Counter[str] = Counter()
-
-    @property
-    def is_after_a_loop(self) -> bool:
-        return self._place.startswith("after")
-
-    def move_to(self, place: str) -> None:
-        if place != self._place:
-            self._place = place
-            self._asked.clear()
-
-    def next_key(self, kind: str) -> str:
-        """Names a thing that is asked for, the same on every worker."""
-        number = self._asked[kind]
-        self._asked[kind] += 1
-        return f"{self._place}/{kind} {number}"
+from holdfast.words import count
 
 
 class Run:
@@ -166,24 +122,13 @@ class Run:
         check_layout(tolerate, stages, memory, profile)
         check_batches(data, global_batch, micro_batch)
         exact = numerics == "exact"
-        if exact:  # sums inside an operator depend on the number of threads
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        keep_freed_memory()
         chosen = choose_device(device)
-        model = LayeredModel(layers, seed=seed, device=chosen)
-        if exact:
-            refuse_running_statistics(model.module)
+        model = model_of(layers, seed=seed, device=chosen, exact=exact)
         order = Order(size=len(data), global_batch=global_batch, micro_batch=micro_batch, seed=seed, shuffle=shuffle)
-        inverse = undo_step if update == "eager" else None
-        updater = Update(model.trainable, optimizer, schedule=schedule, clip_norm=clip_norm, inverse=inverse)
-        if inverse is not None:
-            check(updater.optimizer)
-        kept_log = log_of(log, checkpoint, model.module)
-        name = os.environ.get("HOLDFAST_WORKER", Solo.worker)
-        self._log = None if kept_log is None else Log(kept_log, name=name, say=_no_log)
+        self._log = log_of(log, checkpoint, model.module)
         self.engine = Engine(
             model=model,
-            update=updater,
+            update=update_of(model, optimizer, schedule, clip_norm, eager=update == "eager"),
             loss=loss,
             data=data,
             order=order,
@@ -193,17 +138,18 @@ class Run:
             log=self._log,
         )
         self._progress: dict[str, Any] = {"step": 0, "results": {}}
-        self._state = State(model, updater, self._progress, exact=exact)
+        self._state = State(model, self.engine.update, self._progress, exact=exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
         self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
-        known = profile_of(profile, self.engine)
-        budget = None if kept_log is None else kept_log.budget
-        wishes = Wishes(tolerate=tolerate, stages=stages, memory=bytes_of(memory), profile=known, budget=budget)
-        replayer = None
-        if self._log is not None and self._saver is not None:
-            replayer = Replayer(self.engine, self._state, self._log, self._saver, self._events)
-        self._arranger = Arranger(self.engine, self._state, self._events, wishes, self._saver, replayer)
+        wishes = Wishes(
+            tolerate=tolerate,
+            stages=stages,
+            memory=bytes_of(memory),
+            profile=profile_of(profile, self.engine),
+            budget=None if self._log is None else self._log.settings.budget,
+        )
+        self._arranger = self._arranger_for(wishes)
         self._together = None
         if update == "commit-copy" and every != "auto":
             self._together = Together(self.engine, self._state, self._attempt, every)
@@ -214,11 +160,17 @@ class Run:
         label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
         self._progress["label"] = label
         # May differ from run to run, not here:
-        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}, update {update}"
+        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}, update {update}, log {log}"
         membership = _membership(f"{label}, {shape}")
         self._cohort = Cohort(membership, self._arranger, chosen, self._events, resumable=self._saver is not None)
         faults.plan(self._cohort.membership.worker)
         _runs.append(self)
+
+    def _arranger_for(self, wishes: Wishes) -> Arranger:
+        replayer = None
+        if self._log is not None and self._saver is not None:
+            replayer = Replayer(self.engine, self._state, self._log, self._saver, self._events)
+        return Arranger(self.engine, self._state, self._events, wishes, self._saver, replayer)
 
     # --- training --------------------------------------------------------------------------------
 
@@ -401,10 +353,6 @@ class Run:
 
         self._cohort.commit(Operation(kind=Kind.HASH, attempt=attempt))
         return found[0]
-
-
-def _no_log(reason: str) -> None:
-    say_aloud(f"the log is given up until there is a new checkpoint: {reason}")
 
 
 _clients: list[Client] = []

@@ -1,23 +1,30 @@
-"""What a user gives a ``Run``: checked before anything starts, so that a mistake is told in words."""
+"""What a user gives a ``Run``: checked before anything starts, so that a mistake is told in words; and what it makes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from holdfast.cluster.membership import Solo
 from holdfast.data.fetch import Dataset
 from holdfast.engine.engine import Engine
+from holdfast.engine.memory import keep_freed_memory
+from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.profile.measure import difference, read_facts
-from holdfast.engine.statistics import layer_with_running_statistics
+from holdfast.engine.statistics import layer_with_running_statistics, refuse_running_statistics
+from holdfast.engine.update import Schedule, Update
 from holdfast.errors import UsageError
 from holdfast.plan.profile import Profile
-from holdfast.recovery.log import LogSettings
-from holdfast.words import parse_size
+from holdfast.recovery.log import Log, LogSettings
+from holdfast.recovery.undo import check, undo_step
+from holdfast.words import parse_size, say_aloud
 
 
 def bytes_of(memory: int | str | None) -> int | None:
@@ -74,8 +81,8 @@ def check_layout(tolerate: Any, stages: Any, memory: Any, profile: Any) -> None:
 
 def log_of(
     log: bool | int | str | LogSettings, checkpoint: str | os.PathLike[str] | None, module: nn.Module
-) -> LogSettings | None:
-    """What a user asks of the log, with a place for its files."""
+) -> Log | None:
+    """The log that a user asks for."""
     if log is False or log is None:
         return None
     if checkpoint is None:
@@ -88,7 +95,12 @@ def log_of(
     if not isinstance(log, bool | int | float | str | LogSettings):
         raise UsageError(f"log={log!r} is no log", hint="True, a number of bytes, or text as in '2GB'")
     settings = log if isinstance(log, LogSettings) else LogSettings(budget=None if log is True else bytes_of(log))
-    return replace(settings, folder=settings.folder or Path(checkpoint) / "log")
+    placed = replace(settings, folder=settings.folder or Path(checkpoint) / "log")
+
+    def say(reason: str) -> None:
+        say_aloud(f"the log is given up until there is a new checkpoint: {reason}")
+
+    return Log(placed, name=os.environ.get("HOLDFAST_WORKER", Solo.worker), say=say)
 
 
 def check_batches(data: Dataset, global_batch: int, micro_batch: int) -> None:
@@ -118,3 +130,28 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if torch.cuda.is_available():  # untested here
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def model_of(layers: Layers, *, seed: int, device: torch.device, exact: bool) -> LayeredModel:
+    keep_freed_memory()
+    if exact:  # sums inside an operator depend on the number of threads
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    model = LayeredModel(layers, seed=seed, device=device)
+    if exact:
+        refuse_running_statistics(model.module)
+    return model
+
+
+def update_of(
+    model: LayeredModel,
+    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+    schedule: Schedule | None,
+    clip_norm: float | None,
+    *,
+    eager: bool,
+) -> Update:
+    inverse = undo_step if eager else None
+    update = Update(model.trainable, optimizer, schedule=schedule, clip_norm=clip_norm, inverse=inverse)
+    if eager:
+        check(update.optimizer)
+    return update
