@@ -1,4 +1,4 @@
-"""What a user gives a ``Run``: checked before anything starts, so that a mistake is told in words; and what it makes."""
+"""What a user gives a ``Run``: checked before anything starts, so that a mistake is told in words; and its parts."""
 
 from __future__ import annotations
 

@@ -69,3 +69,15 @@ def like(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
         return gradient
     room = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
     return room.copy_(gradient)
+
+
+def unshared(gradient: Tensor | None) -> Tensor | None:
+    """A gradient in memory of its own.
+
+    Autograd may give several gradients the same memory (of x and weight in x + weight.view(x.shape)), and would
+    add the next micro-batch's to all of them at once, even while one is still being sent, or kept.
+    """
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient
+    users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return gradient if users <= 2 else gradient.clone()  # the gradient itself, and who counts

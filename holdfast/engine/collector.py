@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from holdfast.engine.boundary import unshared
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.reduce import Reduction
 from holdfast.errors import UsageError
@@ -55,6 +56,7 @@ class Collector:
                 "a parameter gets its gradient in several parts within one backward pass",
                 hint="torch.utils.checkpoint with use_reentrant=False gives it whole",
             )
+        p.grad = unshared(p.grad)
         self._ready.add(id(p))
         if self._last:
             reduction.gradient_ready(self._position[id(p)])

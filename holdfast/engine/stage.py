@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.cluster.group import Group
+from holdfast.engine.boundary import unshared
 from holdfast.engine.pipe import BACKWARD_TAG, FORWARD_TAG, Inbox, Outbox, describe
 from holdfast.engine.record import Message, Recorder
 from holdfast.errors import Broken
@@ -151,7 +152,7 @@ class Stage:
         if known and not skip:
             torch.autograd.backward([tensor for tensor, _ in known], [grad for _, grad in known])
         if self._back is not None:
-            message = describe([_unshared(leaf.grad) for leaf in work.leaves])
+            message = describe([unshared(leaf.grad) for leaf in work.leaves])
             if self.recorder is not None:
                 self.recorder.backward(self.post.role.layers.start, number, message)
             self._returned[number] = self._back.send(message)
@@ -209,16 +210,6 @@ class Stage:
 def _tensors(value: Any) -> list[Tensor]:
     """The distinct tensors in a value, in the order in which ``describe`` sends them."""
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
-
-
-def _unshared(grad: Tensor | None) -> Tensor | None:
-    """A gradient in memory of its own. Autograd may give the same memory to a parameter (x + weight.view(x.shape)), and
-    would add the next micro-batch's gradient to it while this one is still being sent, or kept.
-    """
-    if grad is None or grad.layout is not torch.strided:
-        return grad
-    users = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
-    return grad if users <= 2 else grad.clone()  # the gradient itself, and who counts
 
 
 def _copies(value: Any) -> Any:

@@ -15,6 +15,7 @@ from holdfast.cluster.group import alone
 from holdfast.engine.stage import Neighbours, Post, Stage, post_of
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.plan.layout import Layout, Role, side_by_side
+from holdfast.run import Run
 from tests.engine.memory_group import MemoryGroup, on_workers
 from tests.engine.pipelines import (
     Job,
@@ -203,3 +204,33 @@ def test_a_gradient_that_is_being_sent_is_not_written_into() -> None:
     assert torch.equal(layer.shift.grad, torch.full(shape[1:], 4.0))
     for _, (gradient,) in kept.messages:
         assert torch.equal(gradient, torch.full(shape, 2.0))
+
+
+class _Sum(nn.Module):
+    """Two parameters to which autograd gives one gradient's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.first.view(2, 2) + self.second.view(2, 2))
+
+
+def test_parameters_do_not_share_a_gradient() -> None:
+    """Else the second micro-batch would be added to both of them twice."""
+    data = [(torch.ones(2), torch.ones(2)) for _ in range(4)]
+    weights = []
+    for batch in (4, 2):  # two micro-batches a step, then one
+        run = Run(
+            layers=_Sum(),
+            loss=lambda output, target: (output - target).sum(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+            data=data,
+            global_batch=batch,
+            micro_batch=2,
+            shuffle=False,
+        )
+        list(run.steps(1))
+        weights.append(run.engine.model.module.first.detach().clone())
+    assert torch.equal(weights[0], weights[1]), "the mean of equal samples is that of one"
