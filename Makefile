@@ -53,6 +53,10 @@ bench: setup formats
 	$(BIN)/holdfast bench checkpoint
 	$(BIN)/holdfast bench zero
 	$(BIN)/holdfast bench planner
+	$(BIN)/holdfast bench pipeline
+	$(BIN)/holdfast bench log
+	$(BIN)/holdfast bench replay
+	$(BIN)/holdfast bench undo
 
 clean:
 	rm -rf .venv .bench holdfast-logs holdfast-demo

@@ -106,6 +106,16 @@ def planner(rounds: Rounds = 3, json: Json = False) -> None:
 
 
 @app.command()
+def undo(rounds: Rounds = 15, json: Json = False) -> None:
+    """Memory and time of eager updates with undo, of two-phase commit, and of copies every 1 and 10 steps."""
+    from holdfast.bench import undo as bench
+    from holdfast.bench.report import publish
+
+    results, bars = bench.race(rounds=rounds, say=_say)
+    raise typer.Exit(0 if publish("undo", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+
+
+@app.command()
 def pipeline(
     rounds: Annotated[
         int, typer.Option(min=1, help="Turns of each contestant on two cores; the longer contests have fewer.")
@@ -118,3 +128,28 @@ def pipeline(
 
     results, bars = bench.race(rounds=rounds, say=_say)
     raise typer.Exit(0 if publish("pipeline", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+
+
+@app.command()
+def log(rounds: Rounds = 20, json: Json = False) -> None:
+    """What a tensor log costs while nothing happens: speed, CPU time and bytes, in memory and on disk."""
+    from holdfast.bench import log as bench
+    from holdfast.bench.report import publish
+
+    results, bars = bench.race(rounds=rounds, say=_say)
+    raise typer.Exit(0 if publish("log", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+
+
+@app.command()
+def replay(
+    rounds: Rounds = 2,
+    steps: Annotated[str, typer.Option(help="Steps after the checkpoint at which a worker is killed.")] = "5,10,20,50",
+    json: Json = False,
+) -> None:
+    """Back from a loss that no replica makes good: parallel replay, one alone, everyone back; budgets. Drawn."""
+    from holdfast.bench import replay as bench
+    from holdfast.bench.report import publish
+
+    sizes = bench.Sizes(steps=bench.parse_steps(steps))
+    results, bars = bench.race(rounds=rounds, say=_say, sizes=sizes)
+    raise typer.Exit(0 if publish("replay", results, bars, columns=bench.COLUMNS, as_json=json) else 1)

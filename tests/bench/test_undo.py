@@ -1,0 +1,38 @@
+"""What ``bench undo`` reckons with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.bench import undo
+from holdfast.bench.pipeline_start import Shape
+from holdfast.bench.undo_train import held_bytes
+
+
+def test_memory_counts_each_tensor_once_and_forgets_what_is_gone() -> None:
+    before = held_bytes()
+    tensor = torch.zeros(1000)
+    view = tensor[10:]
+    assert held_bytes() - before == tensor.nbytes
+    del tensor
+    assert held_bytes() - before == 4000, "a view keeps all of it"
+    del view
+    assert held_bytes() == before
+
+
+def test_processor_time_is_that_of_the_turn_alone() -> None:
+    lines = [{"cpu": 9.0 + worker, "go": 10, "worker": worker} for worker in range(2)]
+    lines += [{"cpu": 1.0, "go": 0}, {"cpu": 14.0, "step": 20, "worker": 0}, {"cpu": 13.0, "step": 20, "worker": 1}]
+    assert undo._work(lines, 20) == pytest.approx((14.0 - 9.0 + 13.0 - 10.0) / 2 / undo.BURST)
+
+
+def test_an_undo_is_timed_beside_its_update() -> None:
+    found = undo.undo_times(Shape(model="wide", layers=2, width=8), rounds=3)
+    assert all(len(values) == 3 and min(values) > 0 for values in found.values())
+
+
+def test_all_ways_end_a_turn_with_a_whole_block() -> None:
+    every = [int(way[way.index("--every") + 1]) for way in undo.WAYS.values() if "--every" in way]
+    assert every
+    assert all(undo.BURST % steps == 0 for steps in every)
