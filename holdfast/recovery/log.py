@@ -27,6 +27,8 @@ from holdfast.recovery.spill import clean as clean
 from holdfast.words import size_text
 
 BATCH = 16 << 20  # bytes that are written at once, and that memory is freed by beyond what is needed
+SOON = 4 << 20  # bytes that are worth a write
+PAUSE = 0.05  # seconds in which so many may come together: each time the thread wakes up, training has to wait for it
 BEHIND = 64 << 20  # bytes that may wait for the disk, however little memory is given
 LONGEST = 10.0  # seconds that an end waits for the disk
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -79,7 +81,7 @@ class Log:
     >>> key = Key(step=0, boundary=1, micro_batch=0, direction=Direction.FORWARD)
     >>> log.keep(key, ("[7, []]", []))
     >>> log.read(key), log.bytes
-    (('[7, []]', []), 59)
+    (('[7, []]', []), 63)
     """
 
     def __init__(self, settings: LogSettings, *, name: str, say: Callable[[str], None]) -> None:
@@ -92,6 +94,7 @@ class Log:
         self._rest = threading.Condition(self._lock)  # nothing is
         self._thread: threading.Thread | None = None
         self._resting = True
+        self._hurry = 0  # how many wait for the thread to rest
         self._closed = False
         self._number = 0
         self._files = Files(settings.folder, name)  # the thread's own
@@ -140,6 +143,8 @@ class Log:
                 self._add(key, message, size)
                 if self._held > self.settings.memory:
                     self._wake()
+                if self._held > self.settings.memory + SOON:
+                    self._work.notify()
                 return
             epoch = self._epoch
         self._give_up(trouble, epoch)
@@ -273,8 +278,15 @@ class Log:
     def settle(self) -> None:
         """Returns when everything is done that the thread has to do."""
         with self._lock:
+            self._hurry += 1
+            self._work.notify()
             while not self._resting:
                 self._rest.wait()
+            self._hurry -= 1
+
+    def _is_worth_it(self) -> bool:
+        """Whether the thread should begin at once."""
+        return bool(self._hurry or self._closed) or self._held > self.settings.memory + SOON
 
     def _wake(self) -> None:
         """There is something to do for the thread."""
@@ -294,6 +306,7 @@ class Log:
                     self._resting = True
                     self._rest.notify_all()
                     self._work.wait_for(lambda: not self._resting)
+                self._work.wait_for(self._is_worth_it, timeout=PAUSE)
                 closed, is_new, epoch = self._closed, self._epoch != epoch, self._epoch
                 trash, self._trash = self._trash, []
             if is_new:

@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from holdfast import codec
@@ -33,6 +33,7 @@ MAGIC = b"HOLDLOG1"  # of a file
 MARK = b"REC1"  # of a record
 HEAD = struct.Struct("<4sIqiiQIIQ")  # mark, direction, step, boundary, micro-batch, number, text, tensors, their bytes
 WORD = struct.Struct("<I")
+SUM = struct.Struct("<Q")  # XXH3, as in checkpoints: a tenth of the time of a CRC
 FILE = 64 << 20  # bytes after which a new file is begun
 SHARE = 64  # ... or after this part of all, if that is more: a file takes a descriptor as long as it is there
 VECTOR = 1024  # buffers that one call takes
@@ -53,10 +54,10 @@ def size_of(message: Message) -> int:
     """The bytes of a record: what it takes in a file, and what it counts for in memory.
 
     >>> size_of(("[1, []]", []))
-    59
+    63
     """
     text, tensors = message
-    size = HEAD.size + WORD.size + len(text)
+    size = HEAD.size + SUM.size + len(text)
     for tensor in tensors:
         size += tensor.nbytes
     return size
@@ -159,16 +160,16 @@ class Place:
         start = bytearray(len(self.head) + self.text)
         at = _fill(fd, [start], self.offset)
         # The text is only believed once its checksum is right: it tells how much memory to take.
-        found = zlib.crc32(start)
-        if found != self.text_sum or start[: len(self.head)] != self.head:
+        hashed = xxhash.xxh3_64(start)
+        if hashed.intdigest() != self.text_sum or start[: len(self.head)] != self.head:
             raise _Wrong(_what_is(start, self.offset))
         text = start[len(self.head) :].decode("ascii")
         *_, count, _ = HEAD.unpack(self.head)
         tensors = [fact.room() for fact in facts_of(text)] if count else []
         data = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
-        end = bytearray(WORD.size)
+        end = bytearray(SUM.size)
         _fill(fd, [*data, end], at)
-        if not _sum(data, found) == self.sum == WORD.unpack(end)[0]:
+        if not _sum(hashed, data) == self.sum == SUM.unpack(end)[0]:
             raise _Wrong("its checksum is wrong")
         return text, tensors
 
@@ -177,10 +178,11 @@ class _Wrong(Exception):
     """What a file holds is not what was written."""
 
 
-def _sum(buffers: Sequence[_Buffer], start: int = 0) -> int:
-    for buffer in buffers:
-        start = zlib.crc32(buffer, start)
-    return start
+def _sum(hashed: xxhash.xxh3_64, more: Sequence[_Buffer]) -> int:
+    """The checksum of what was hashed before, and more."""
+    for buffer in more:
+        hashed.update(buffer)
+    return hashed.intdigest()
 
 
 def _what_is(start: bytearray, offset: int) -> str:
@@ -268,11 +270,11 @@ class File:
                 sum(view.nbytes for view in data),
             )
             start = head + text.encode("ascii")
-            text_sum = zlib.crc32(start)
-            whole = _sum(data, text_sum)
+            hashed = xxhash.xxh3_64(start)
+            text_sum, whole = hashed.intdigest(), _sum(hashed, data)
             place = Place(file=self, offset=offset, head=head, text=len(text), text_sum=text_sum, sum=whole)
             places.append(place)
-            buffers += [start, *data, WORD.pack(whole)]
+            buffers += [start, *data, SUM.pack(whole)]
             offset += size_of(record.message)
         self._append(buffers)
         return places
