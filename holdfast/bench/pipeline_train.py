@@ -30,14 +30,8 @@ def main() -> None:
     counts = [int(each) for each in args.stages.split(",")]
     planned = args.profile is not None and counts == [1]  # else the planner only places the cuts
     stages = None if planned else counts if len(counts) > 1 else counts[0]
-    run = holdfast.Run(
-        layers=model.build_layers(args),
-        loss=model.loss_fn,
-        optimizer=model.build_optimizer,
-        data=model.Samples(args),
-        global_batch=args.micro_batches * args.micro_batch,
-        micro_batch=args.micro_batch,
-        shuffle=False,  # the order of the peers, so that losses can be compared
+    run = make_run(
+        args,
         numerics=args.numerics,
         tolerate=args.tolerate,
         stages=stages,
@@ -47,7 +41,7 @@ def main() -> None:
         every=args.every,
         log=LogSettings(budget=args.log_budget, memory=args.log_memory) if args.log else False,
     )
-    progress = Progress(args, int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1]))
+    progress = Progress(args, worker_number())
     losses = []
     for step in run.steps(args.steps):
         losses.append(step.loss)
@@ -56,6 +50,24 @@ def main() -> None:
         progress.finished(step.number + 1)
     if run.is_first_worker:
         sys.stdout.write(json.dumps({"losses": losses}) + "\n")
+
+
+def make_run(args: argparse.Namespace, **settings: Any) -> holdfast.Run:
+    """What all races of holdfast with itself and with others train."""
+    return holdfast.Run(
+        layers=model.build_layers(args),
+        loss=model.loss_fn,
+        optimizer=model.build_optimizer,
+        data=model.Samples(args),
+        global_batch=args.micro_batches * args.micro_batch,
+        micro_batch=args.micro_batch,
+        shuffle=False,  # the order of the peers, so that losses can be compared
+        **settings,
+    )
+
+
+def worker_number() -> int:
+    return int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1])
 
 
 def _tell_log(args: argparse.Namespace, run: holdfast.Run, step: int) -> None:

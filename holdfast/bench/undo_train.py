@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from pathlib import Path
 
 import torch
 
-import holdfast
 from holdfast.bench import pipeline_model as model
 from holdfast.bench.peers.common import Progress
+from holdfast.bench.pipeline_train import make_run, worker_number
 
 
 def main() -> None:
@@ -20,19 +19,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1000, help="steps between two copies (commit-copy)")
     parser.add_argument("--measure", type=int, default=0, help="the step after which memory is measured")
     args = parser.parse_args()
-    run = holdfast.Run(
-        layers=model.build_layers(args),
-        loss=model.loss_fn,
-        optimizer=model.build_optimizer,
-        data=model.Samples(args),
-        global_batch=args.micro_batches * args.micro_batch,
-        micro_batch=args.micro_batch,
-        shuffle=False,
-        stages=1,
-        update=args.update,
-        every=args.every,
-    )
-    worker = int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1])
+    run = make_run(args, stages=1, update=args.update, every=args.every)
+    worker = worker_number()
     progress = Progress(args, worker)
     for step in run.steps(args.steps):
         if step.number + 1 == args.measure:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from holdfast.bench.report import Bar
 
 app = typer.Typer(
     help="Races against peers, interleaved in one run, as ratios. Peers are installed under .bench/.",
@@ -19,6 +22,14 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _finish(name: str, outcome: tuple[dict[str, Any], dict[str, Bar]], columns: dict[str, str], as_json: bool) -> None:
+    """Shows what came out; the exit code says whether all bars hold."""
+    from holdfast.bench.report import publish
+
+    results, bars = outcome
+    raise typer.Exit(0 if publish(name, results, bars, columns=columns, as_json=as_json) else 1)
+
+
 @app.command()
 def overhead(
     workers: Annotated[int, typer.Option(min=1)] = 2,
@@ -29,11 +40,9 @@ def overhead(
     """Failure-free throughput against plain DDP and torchft, on the same model and batch."""
     from holdfast.bench import overhead as bench
     from holdfast.bench.race import Shape
-    from holdfast.bench.report import publish
 
-    results, bars = bench.race(shape=Shape(workers=workers), rounds=rounds, burst=burst, say=_say)
     columns = {"samples_per_s": "samples/s: median (range)", "of_ddp": "of DDP in the same round"}
-    raise typer.Exit(0 if publish("overhead", results, bars, columns=columns, as_json=json) else 1)
+    _finish("overhead", bench.race(shape=Shape(workers=workers), rounds=rounds, burst=burst, say=_say), columns, json)
 
 
 @app.command()
@@ -45,16 +54,14 @@ def recovery(
     """Time to the next step after a SIGKILL: holdfast, torchft as it comes and tuned, torchrun."""
     from holdfast.bench import recovery as bench
     from holdfast.bench.race import Shape
-    from holdfast.bench.report import publish
 
     shape = Shape(workers=workers, micro_batches=2, micro_batch=2, width=128)
-    results, bars = bench.race(shape=shape, rounds=rounds, say=_say)
     columns = {
         "recovery_ms": "ms to the next step: median (range)",
         "of_holdfast": "times holdfast's",
         "beyond_redone_step_ms": "ms beyond the redone step",
     }
-    raise typer.Exit(0 if publish("recovery", results, bars, columns=columns, as_json=json) else 1)
+    _finish("recovery", bench.race(shape=shape, rounds=rounds, say=_say), columns, json)
 
 
 @app.command()
@@ -65,11 +72,9 @@ def zero(
 ) -> None:
     """Reading a ZeRO checkpoint into another layout: DeepSpeed's ds_to_universal and load, holdfast."""
     from holdfast.bench import zero as bench
-    from holdfast.bench.report import publish
 
-    results, bars = bench.race(megabytes=megabytes, rounds=rounds, say=_say)
     columns = {"seconds": "s: median (range)", "convert_s": "of which converting", "times_ours": "times holdfast's"}
-    raise typer.Exit(0 if publish("zero", results, bars, columns=columns, as_json=json) else 1)
+    _finish("zero", bench.race(megabytes=megabytes, rounds=rounds, say=_say), columns, json)
 
 
 @app.command()
@@ -81,10 +86,8 @@ def checkpoint(
 ) -> None:
     """Durable saves, cold loads and training time lost: raw disk, torch.save, safetensors, DCP, holdfast."""
     from holdfast.bench import checkpoint as bench
-    from holdfast.bench.report import publish
 
     bench.threads()
-    results, bars = bench.race(megabytes=megabytes, rounds=rounds, seed=seed, say=_say)
     columns = {
         "save_s": "durable save, s: median (range)",
         "of_raw": "times the raw disk",
@@ -92,27 +95,23 @@ def checkpoint(
         "stall_s": "async: call, s",
         "lost_s": "async: training time lost, s",
     }
-    raise typer.Exit(0 if publish("checkpoint", results, bars, columns=columns, as_json=json) else 1)
+    _finish("checkpoint", bench.race(megabytes=megabytes, rounds=rounds, seed=seed, say=_say), columns, json)
 
 
 @app.command()
 def planner(rounds: Rounds = 3, json: Json = False) -> None:
     """Planning time: all templates, a new plan after a failure at 1,000 nodes; drawn over layers and nodes."""
     from holdfast.bench import planner as bench
-    from holdfast.bench.report import publish
 
-    results, bars = bench.race(rounds=rounds, say=_say)
-    raise typer.Exit(0 if publish("planner", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+    _finish("planner", bench.race(rounds=rounds, say=_say), bench.COLUMNS, json)
 
 
 @app.command()
 def undo(rounds: Rounds = 15, json: Json = False) -> None:
     """Memory and time of eager updates with undo, of two-phase commit, and of copies every 1 and 10 steps."""
     from holdfast.bench import undo as bench
-    from holdfast.bench.report import publish
 
-    results, bars = bench.race(rounds=rounds, say=_say)
-    raise typer.Exit(0 if publish("undo", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+    _finish("undo", bench.race(rounds=rounds, say=_say), bench.COLUMNS, json)
 
 
 @app.command()
@@ -124,32 +123,26 @@ def pipeline(
 ) -> None:
     """Pipelines: against torch.distributed.pipelining, DDP, the planner's estimate, and restarts with other grids."""
     from holdfast.bench import pipeline as bench
-    from holdfast.bench.report import publish
 
-    results, bars = bench.race(rounds=rounds, say=_say)
-    raise typer.Exit(0 if publish("pipeline", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+    _finish("pipeline", bench.race(rounds=rounds, say=_say), bench.COLUMNS, json)
 
 
 @app.command()
 def log(rounds: Rounds = 20, json: Json = False) -> None:
     """What a tensor log costs while nothing happens: speed, CPU time and bytes, in memory and on disk."""
     from holdfast.bench import log as bench
-    from holdfast.bench.report import publish
 
-    results, bars = bench.race(rounds=rounds, say=_say)
-    raise typer.Exit(0 if publish("log", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+    _finish("log", bench.race(rounds=rounds, say=_say), bench.COLUMNS, json)
 
 
 @app.command()
 def replay(
-    rounds: Rounds = 2,
+    rounds: Rounds = 3,
     steps: Annotated[str, typer.Option(help="Steps after the checkpoint at which a worker is killed.")] = "5,10,20,50",
     json: Json = False,
 ) -> None:
     """Back from a loss that no replica makes good: parallel replay, one alone, everyone back; budgets. Drawn."""
     from holdfast.bench import replay as bench
-    from holdfast.bench.report import publish
 
     sizes = bench.Sizes(steps=bench.parse_steps(steps))
-    results, bars = bench.race(rounds=rounds, say=_say, sizes=sizes)
-    raise typer.Exit(0 if publish("replay", results, bars, columns=bench.COLUMNS, as_json=json) else 1)
+    _finish("replay", bench.race(rounds=rounds, say=_say, sizes=sizes), bench.COLUMNS, json)
