@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -129,12 +128,22 @@ def _undo(optimizer: Optimizer, part: Part, rule: Rule, *, is_first: bool) -> No
 
 def _rule(optimizer: Optimizer) -> Rule | None:
     """The rule of its class, or of the class whose step it inherits."""
-    step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
+    step = _unwrapped(getattr(optimizer.step, "__func__", optimizer.step))
     for known, rule in RULES.items():
-        if isinstance(optimizer, known) and step is inspect.unwrap(known.step):
-            same = all(getattr(type(optimizer), name, None) is getattr(known, name, None) for name in _INNER)
-            return rule if same else None
+        if isinstance(optimizer, known) and step is _unwrapped(known.step):
+            pairs = [(getattr(type(optimizer), name, None), getattr(known, name, None)) for name in _INNER]
+            return rule if all(_unwrapped(mine) is _unwrapped(theirs) for mine, theirs in pairs) else None
     return None
+
+
+def _unwrapped(function: Any) -> Any:
+    """What the script or torch wrote: profiling and torch.compile wrap the methods of each class by itself."""
+    while function is not None:
+        inner = getattr(function, "__wrapped__", None) or getattr(function, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            break
+        function = inner
+    return function
 
 
 _INNER = ("_init_group", "_update")  # what the known optimizers' steps call of themselves

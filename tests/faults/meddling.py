@@ -89,7 +89,8 @@ def _update_late(step: int) -> None:
         from holdfast.run import _runs
 
         group = _runs[0]._cohort.group
-        if faults._step == step and group is not None and not waited.is_set():
+        first = group is not None and group.generation.number == 1  # later nobody dies: it would wait for ever
+        if faults._step == step and first and not waited.is_set():
             waited.set()
             while True:
                 time.sleep(0.002)

@@ -97,10 +97,14 @@ def test_where_all_had_begun_one_copy_is_everybodys(tmp_path: Path, at_the_commi
 
 
 def test_where_one_had_not_begun_nothing_is_rounded(tmp_path: Path, at_the_commit: tuple[Result, Path]) -> None:
-    found = eager(tmp_path, faults=BETWEEN, MEDDLE="late 0.2 4")
-    assert undone(found[0]), "0.0 had begun"
-    assert not inexact(found[0])
-    assert_right(found, at_the_commit)
+    """Whether 0.0 had begun when 0.1 died is a matter of luck, so it is tried until it had."""
+    for attempt in range(6):
+        found = eager(tmp_path / str(attempt), faults=BETWEEN, MEDDLE="late 0.2 4")
+        assert not inexact(found[0])
+        assert_right(found, at_the_commit)
+        if undone(found[0]):
+            return
+    pytest.fail("0.0 had never begun")
 
 
 def test_without_the_undo_it_shows(tmp_path: Path, at_the_commit: tuple[Result, Path]) -> None:

@@ -180,7 +180,7 @@ def test_without_the_exchange_it_is_written_over() -> None:
 
     class Slow(Hasty):
         def wait(self, work: Any) -> None:
-            time.sleep(0.002 * (self.rank == 1))
+            time.sleep(0.02 * (self.rank == 1))
             super().wait(work)
 
     def alike() -> bool:

@@ -499,3 +499,13 @@ def test_lamb_without_norms_moves_as_adam() -> None:
 def test_lamb_refuses_what_makes_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="Lamb"):
         Lamb(parameters((2,)), **options)
+
+
+def test_methods_that_torch_compile_has_wrapped_are_still_known() -> None:
+    """It wraps those of each class by itself, so that AdamW's are not Adam's any more."""
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    TorchPatcher.patch()
+    optimizer = AdamW([Parameter(torch.ones(1))])
+    assert type(optimizer)._init_group is not Adam._init_group
+    check(optimizer)
