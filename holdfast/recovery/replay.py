@@ -78,6 +78,8 @@ class Replayer:
     def carry_out(self, group: Group, replay: Replay, holdings: Sequence[Sequence[Holding]]) -> None:
         """Every member calls this; the first ``workers`` have memory for the layers, and hold them afterwards."""
         begin, settings = time.monotonic(), self._engine.update.settings()
+        if group.rank == 0:
+            print(f"holdfast: nobody holds all layers any more: {replay.reason}", flush=True)
         try:
             with undisturbed_generators():
                 self._load(group, replay)
