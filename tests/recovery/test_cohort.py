@@ -14,8 +14,8 @@ from torch import nn
 from holdfast.cluster import faults
 from holdfast.cluster import membership as membership_module
 from holdfast.recovery import arrange, cohort, settle
-from tests.engine.pipelines import Job, Layer, Result, lay, linear, same_bits, train_alone
-from tests.recovery.town import Fate, Town, random_layout
+from tests.engine.pipelines import Job, Layer, Result, lay, linear, train_alone
+from tests.recovery.town import Fate, Town, assert_trained, random_layout
 
 LAYERS, STEPS = 5, 6
 
@@ -54,18 +54,6 @@ def nothing(worker: str, point: str, count: int) -> bool:
 def at(*strikes: tuple[str, str, int]) -> Fate:
     """Strikes as they are listed: (worker, point, how often it was there)."""
     return lambda worker, point, count: (worker, point, count) in strikes
-
-
-def assert_trained(town: Town, expected: Result) -> None:
-    """Whoever is left has the bits of one worker, and together they have everything."""
-    assert town.over is None
-    found: set[str] = set()
-    for worker, tensors in town.trained.items():
-        wrong = [name for name, tensor in tensors.items() if not same_bits(tensor, expected.tensors[name])]
-        assert not wrong, f"{worker}: {wrong}"
-        found |= tensors.keys()
-    if town.trained.keys() >= {*town.generations[-1].workers}:  # else one was killed when all was done
-        assert found == expected.tensors.keys()
 
 
 def run(town: Town, workers: int) -> Town:

@@ -29,9 +29,9 @@ from holdfast.recovery.log import Damaged, Log, LogSettings
 from holdfast.recovery.replay import Replayer
 from holdfast.recovery.saver import Saver, Settings
 from tests.engine.memory_group import MemoryGroup, Network
-from tests.engine.pipelines import CPU, Job, Layer, Result, lay, linear, same_bits, train_alone
+from tests.engine.pipelines import CPU, Job, Layer, Result, lay, linear, train_alone
 from tests.recovery import town as town_module
-from tests.recovery.town import Fate, Town, Voice, random_layout
+from tests.recovery.town import Fate, Town, Voice, assert_trained, random_layout, step_of
 
 LAYERS, STEPS = 5, 6
 
@@ -72,15 +72,7 @@ class LoggedTown(Town):
             while progress["step"] < self.job.steps:
                 saver.if_due(members)
                 number = progress["step"]
-
-                def apply(number: int = number) -> None:
-                    engine.apply(number)
-                    progress["step"] = number + 1
-
-                def attempt(group: Any, number: int = number) -> list[float]:
-                    return engine.attempt(number, group)
-
-                members.commit(Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop))
+                members.commit(step_of(engine, progress))
                 self.after_step(name, number)
                 saver.if_due(members)
                 self.settle(saver)
@@ -164,18 +156,6 @@ def run(town: LoggedTown, workers: int) -> LoggedTown:
     town.start(workers)
     town.join()
     return town
-
-
-def assert_trained(town: LoggedTown, expected: Result) -> None:
-    """Whoever is left has the bits of one worker, and together they have everything."""
-    assert town.over is None, (town.over, town.words)
-    found: set[str] = set()
-    for worker, tensors in town.trained.items():
-        wrong = [name for name, tensor in tensors.items() if not same_bits(tensor, expected.tensors[name])]
-        assert not wrong, f"{worker}: {wrong}"
-        found |= tensors.keys()
-    if town.trained.keys() >= {*town.generations[-1].workers}:  # else one was killed when all was done
-        assert found == expected.tensors.keys()
 
 
 # --- one copy of each layer ----------------------------------------------------------------------

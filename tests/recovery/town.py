@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from holdfast.plan.layout import Layout
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from tests.engine.memory_group import PATIENCE
-from tests.engine.pipelines import CPU, Job, lay, state_of
+from tests.engine.pipelines import CPU, Job, Result, lay, same_bits, state_of
 from tests.recovery.wires import TownGroup, Wires
 
 Fate = Callable[[str, str, int], bool]  # (worker, point, how often it was there) → whether it strikes
@@ -217,15 +218,7 @@ class Town:
         cohort.boundary()
         while progress["step"] < self.job.steps:
             number = progress["step"]
-
-            def apply(number: int = number) -> None:
-                engine.apply(number)
-                progress["step"] = number + 1
-
-            def attempt(group: Any, number: int = number) -> list[float]:
-                return engine.attempt(number, group)
-
-            cohort.commit(Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop))
+            cohort.commit(step_of(engine, progress))
             self.after_step(name, number)
             cohort.boundary()
         cohort.commit(Operation(kind=Kind.END, attempt=lambda group: []))
@@ -276,3 +269,27 @@ def random_layout(layers: int, size: int, seed: str) -> Layout:
         counts = [stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True)]
         lines.append(([workers.pop() for _ in range(depth)], counts))
     return lay(*lines, size=size)
+
+
+def step_of(engine: Any, progress: dict[str, Any]) -> Operation:
+    """The next step, as a run commits it."""
+    number = progress["step"]
+
+    def apply() -> None:
+        engine.apply(number)
+        progress["step"] = number + 1
+
+    attempt = partial(engine.attempt, number)
+    return Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop)
+
+
+def assert_trained(town: Town, expected: Result) -> None:
+    """Whoever is left has the bits of one worker, and together they have everything."""
+    assert town.over is None, town.over
+    found: set[str] = set()
+    for worker, tensors in town.trained.items():
+        wrong = [name for name, tensor in tensors.items() if not same_bits(tensor, expected.tensors[name])]
+        assert not wrong, f"{worker}: {wrong}"
+        found |= tensors.keys()
+    if town.trained.keys() >= {*town.generations[-1].workers}:  # else one was killed when all was done
+        assert found == expected.tensors.keys()
