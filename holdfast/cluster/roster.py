@@ -177,6 +177,8 @@ class Roster:
         """An agent saw one of its workers end; its connection may or may not have been closed yet."""
         self.events.write("exit", **{k: v for k, v in report.items() if k != "type"})
         worker, error = self.workers.get(report["worker"]), report["error"]
+        if worker is not None and report["code"] == 0 and error is None:
+            return  # its last words may still be on its own line: a farewell, or the end of it, which tells the rest
         if worker is not None:
             worker.writer.transport.abort()
         if worker is not None or report["worker"] in self.absent:
