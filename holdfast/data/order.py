@@ -7,6 +7,7 @@ table, so a data set of a billion samples costs no memory and a worker can start
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,31 @@ def shuffled(positions: range, size: int, key: int) -> list[int]:
     return [int(value) for value in values]
 
 
+class Batches(Protocol):
+    """Which samples each micro-batch of each step has."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def micro_batch(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def batch_size(self, step: int) -> int: ...
+
+    def micro_batches(self, step: int) -> int: ...
+
+    def samples(self, step: int, index: int) -> list[int]: ...
+
+    def number(self, step: int, index: int) -> int:
+        """What random numbers of a micro-batch depend on: its place in the whole step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """The order of a data set of ``size`` samples in batches. The last batch of an epoch may be ragged.
@@ -86,3 +112,6 @@ class Order:
             return list(positions)
         epoch = step // self.steps_per_epoch
         return shuffled(positions, self.size, key=seed_of(self.seed, "epoch", epoch))
+
+    def number(self, step: int, index: int) -> int:
+        return index
