@@ -1,0 +1,158 @@
+"""Policies that need no look at the training: every so many steps, by chance, or some of the replicas at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.engine.rng import seed_of
+from holdfast.errors import UsageError
+from holdfast.sync.policy import Context, Decision, Policy, between, whole
+
+
+class Periodic:
+    """Synchronises when the last time is ``every`` steps ago, whatever the reason was then."""
+
+    ballot = 0
+
+    def __init__(self, every: int, *, warmup: int = 0) -> None:
+        self._every = every
+        self._warmup = warmup
+        self._last = warmup  # steps before it were together
+
+    def observe(self, step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
+        return []
+
+    def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
+        apart = step + 1 - self._last
+        due = apart >= self._every
+        return Decision(synchronise=due, reason=f"{apart} of {self._every} steps apart")
+
+    def synchronised(self, step: int, parameters: Sequence[torch.Tensor]) -> None:
+        self._last = max(self._warmup, step)
+
+    def state(self) -> list[float]:
+        return [float(self._last)]
+
+    def load(self, state: Sequence[float]) -> None:
+        (last,) = state
+        self._last = round(last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Policy):
+    """Averages parameters every ``every`` steps; with ``warmup`` this is post-local SGD.
+
+    Steps are counted from the last time, also if that was for another reason, such as an evaluation. With ``overlap``,
+    from when the average was added.
+
+    >>> tracker = LocalSGD(every=2).tracker(Context())
+    >>> [tracker.decide(step, [], 4).synchronise for step in range(2)]
+    [False, True]
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("every", self.every, least=1)
+
+    def tracker(self, context: Context) -> Periodic:
+        return Periodic(self.every, warmup=self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(Policy):
+    """Averages the parameters of a random ``fraction`` of the replicas, and gives the mean to all.
+
+    The time between is ``period`` epochs (0.25: four times an epoch), or ``every`` steps. Who is in is a pure
+    function of the seed and the step.
+
+    >>> FedAvg(fraction=0.5, every=10).shares(10, 4, Context())
+    [0.5, 0.5, 0.0, 0.0]
+    """
+
+    fraction: float = 1.0
+    period: float | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("fraction", self.fraction, 0, 1)
+        if (self.period is None) == (self.every is None):
+            raise UsageError("FedAvg needs to know how often", hint="give period= (epochs) or every= (steps), not both")
+        if self.every is not None:
+            whole("every", self.every, least=1)
+        if self.period is not None:
+            between("period", self.period, 0, 1e9)
+
+    def tracker(self, context: Context) -> Periodic:
+        return Periodic(self._steps(context), warmup=self.warmup)
+
+    def shares(self, step: int, workers: int, context: Context) -> list[float] | None:
+        # Without the subtraction 0.7 · 10 would be 8 of 10: the product is 7.000000000000001.
+        count = max(1, math.ceil(self.fraction * workers - 1e-9))
+        if count >= workers:
+            return None
+        chosen = random.Random(seed_of("fedavg", context.seed, step)).sample(range(workers), count)
+        return [1 / count if rank in chosen else 0.0 for rank in range(workers)]
+
+    def _steps(self, context: Context) -> int:
+        if self.every is not None:
+            return self.every
+        assert self.period is not None
+        if context.steps_per_epoch is None:
+            raise UsageError(
+                f"period={self.period:g} is in epochs, and nobody said how many steps an epoch has",
+                hint="give steps_per_epoch=, or FedAvg(every=…) in steps",
+            )
+        return max(1, round(self.period * context.steps_per_epoch))
+
+
+class Chance:
+    """Throws a coin at every step: the same one on every replica, as it depends on the seed and the step alone."""
+
+    ballot = 0
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._share = share
+        self._seed = seed
+
+    def observe(self, step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
+        return []
+
+    def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
+        coin = random.Random(seed_of("chance", self._seed, step)).random()
+        return Decision(synchronise=coin < self._share, reason="by chance", signal=coin, threshold=self._share)
+
+    def synchronised(self, step: int, parameters: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def state(self) -> list[float]:
+        return []
+
+    def load(self, state: Sequence[float]) -> None:
+        assert not state
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSync(Policy):
+    """Synchronises a random ``share`` of the steps: what a policy that looks at the training has to beat.
+
+    >>> tracker = RandomSync(share=0.25).tracker(Context(seed=1))
+    >>> sum(tracker.decide(step, [], 4).synchronise for step in range(4000))
+    1011
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("share", self.share, 0, 1)
+
+    def tracker(self, context: Context) -> Chance:
+        return Chance(self.share, context.seed)

@@ -1,0 +1,215 @@
+"""One replica's state under a policy: what it gives to a mean, and what becomes of it when it gets the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.sync.diloco import DiLoCo
+from holdfast.sync.exchange import Packed
+from holdfast.sync.policy import Context, Decision, Policy
+
+OUTER = "outer_momentum"  # DiLoCo's, kept with the optimizer's own state: checkpoints and joiners have it from there
+
+
+@dataclass
+class _Slot:
+    """A tensor of an optimizer's state. One that it has not made yet is zero: other replicas may have it."""
+
+    state: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    made: bool
+
+
+class Replica:
+    """Parameters, float buffers and optimizer state, in an order that is the same on every replica.
+
+    A *contribution* is a copy of them; the mean of all contributions is *adopted*. A full one has the optimizer's
+    state in it whatever the policy says, so that replicas are equal afterwards.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        context: Context,
+        device: torch.device | None = None,
+    ) -> None:
+        """``device``: where contributions are; None: where the parameters are."""
+        self.policy = policy
+        self.context = context
+        self.parameters = list(parameters)
+        self.tracker = policy.tracker(context)
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        self._optimizer = optimizer
+        self._packed = Packed(self.parameters, device)
+        self._lengths = [len(buffer) for buffer in self._packed.read()]  # parameters come first in every buffer
+        self._anchor: list[torch.Tensor] = []  # DiLoCo: the parameters that all had last
+        self._anchored = -1  # after which step that was
+
+    def begin(self, step: int, state: Sequence[float] | None = None) -> None:
+        """Replicas are equal after ``step`` steps; ``state``: what the tracker knew, from a checkpoint."""
+        if state is not None:
+            self.tracker.load(state)
+        if isinstance(self.policy, DiLoCo):
+            self._anchor, self._anchored = self._packed.read(), step
+        self.tracker.synchronised(step, self.parameters)
+
+    def observe(self, step: int) -> list[float]:
+        """Before the update, with this replica's own gradients: its ballot."""
+        return self.tracker.observe(step, self.parameters)
+
+    def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
+        return self.tracker.decide(step, sums, workers)
+
+    # --- averages of the state -------------------------------------------------------------------
+
+    def contribution(self, *, full: bool) -> list[torch.Tensor]:
+        """What this replica gives to the mean, in memory of its own."""
+        return self._all(self._slots(full=full), full=full).read()
+
+    def distance(self, mean: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]) -> float:
+        """The square of how far this replica's parameters were from the mean's."""
+        apart = zip(self._only_parameters(mean), self._only_parameters(contribution), strict=True)
+        return sum(float(torch.linalg.vector_norm(b - a, dtype=torch.float64)) ** 2 for a, b in apart)
+
+    @torch.no_grad()
+    def adopt(
+        self, step: int, mean: Sequence[torch.Tensor], *, full: bool, since: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Takes over the mean after ``step`` steps.
+
+        ``since`` is this replica's contribution to a mean of some steps ago: what it has done since then is kept. The
+        mean itself is only read, as others may still be receiving it.
+        """
+        slots = self._slots(full=full)
+        new = self._outer(step, mean) if isinstance(self.policy, DiLoCo) else self._only_parameters(mean)
+        parts = self._all(slots, full=full).views(mean)[len(self.parameters) :]
+        if since is None:
+            self._packed.write(new)
+        else:
+            old = self._only_parameters(since)
+            self._packed.add([b - a for a, b in zip(old, new, strict=True)])
+        self._write_buffers(parts[: len(self._buffers)])
+        self._write_slots(slots, parts[len(self._buffers) :][: len(slots)], late=since is not None)
+        if full:
+            self.tracker.load(parts[-1].tolist())
+        if self.policy.optimizer_state == "reset" and not full:
+            self._reset()
+        self.tracker.synchronised(step, self.parameters)
+
+    def _all(self, slots: Sequence[_Slot], *, full: bool) -> Packed:
+        tensors = [*self.parameters, *self._buffers, *(slot.tensor for slot in slots)]
+        if full:  # else a tracker goes on with what it has seen itself: data may differ
+            tensors.append(torch.tensor(self.tracker.state(), dtype=torch.float64))
+        return Packed(tensors, self._packed.device)
+
+    def _only_parameters(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [buffer[:length] for buffer, length in zip(buffers, self._lengths, strict=False)]
+
+    def _write_buffers(self, parts: Sequence[torch.Tensor]) -> None:
+        """Statistics are written even if they are some steps old: what was added since may not be below zero."""
+        for buffer, part in zip(self._buffers, parts, strict=True):
+            (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(part)
+
+    # --- the optimizer's state -------------------------------------------------------------------
+
+    def _slots(self, *, full: bool) -> list[_Slot]:
+        """The float tensors of the optimizer's state, by parameter and name, if they are averaged."""
+        if not full and self.policy.optimizer_state != "average":
+            return []
+        usual = self._usual_slots()
+        return [slot for parameter in self.parameters for slot in self._slots_of(parameter, usual)]
+
+    def _slots_of(self, parameter: torch.Tensor, usual: dict[str, torch.Tensor]) -> list[_Slot]:
+        state = self._optimizer.state.get(parameter, {})
+        made = {key: value for key, value in state.items() if _is_slot(key, value)}
+        if made or not usual:
+            return [_Slot(state, key, made[key], True) for key in sorted(made)]
+        # Not used here so far, but perhaps on another replica: all must send as much.
+        state = self._optimizer.state[parameter]
+        return [
+            _Slot(state, key, torch.zeros_like(like if like.dim() == 0 else parameter, dtype=like.dtype), False)
+            for key, like in sorted(usual.items())
+        ]
+
+    def _usual_slots(self) -> dict[str, torch.Tensor]:
+        """What this optimizer keeps for a parameter: numbers, and tensors of its shape."""
+        found: dict[str, torch.Tensor] = {}
+        for parameter in self.parameters:
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if _is_slot(key, value) and (value.dim() == 0 or value.shape == parameter.shape):
+                    found.setdefault(key, value)
+        return found
+
+    def _write_slots(self, slots: Sequence[_Slot], parts: Sequence[torch.Tensor], *, late: bool) -> None:
+        """``late``: the mean is some steps old. Moments are what they were then; counters stay as they are."""
+        for slot, part in zip(slots, parts, strict=True):
+            value = torch.view_as_complex(part) if slot.tensor.is_complex() else part
+            if slot.made and not (late and slot.tensor.dim() == 0):
+                slot.tensor.copy_(value)
+        used = {id(slot.state) for slot, part in zip(slots, parts, strict=True) if not slot.made and part.any()}
+        for slot, part in zip(slots, parts, strict=True):
+            if id(slot.state) in used:
+                slot.state[slot.key] = slot.tensor.copy_(part)
+
+    def _reset(self) -> None:
+        """The optimizer begins anew. Where it would take what else is kept there for its own, its values are zeroed."""
+        for parameter in self.parameters:
+            state = self._optimizer.state.get(parameter, {})
+            if OUTER not in state:
+                state.clear()
+            for key, value in state.items():
+                if _is_slot(key, value):
+                    value.zero_()
+
+    # --- DiLoCo ----------------------------------------------------------------------------------
+
+    def _outer(self, step: int, mean: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters after an outer step from the last common ones towards the mean."""
+        assert isinstance(self.policy, DiLoCo)
+        means = self._only_parameters(mean)
+        if step == self._anchored:  # replicas are equal already: there was no way to go on
+            return means
+        kept = Packed([self._momentum_of(parameter) for parameter in self.parameters], self._packed.device)
+        moves = zip(self._anchor, means, kept.read(), strict=True)
+        results = [self.policy.outer(anchor, towards, momentum) for anchor, towards, momentum in moves]
+        kept.write([momentum for _, momentum in results])
+        self._anchor, self._anchored = [new for new, _ in results], step
+        return self._anchor
+
+    def _momentum_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        state = self._optimizer.state[parameter]
+        if OUTER not in state:
+            for slot in self._slots_of(parameter, self._usual_slots()):
+                state[slot.key] = slot.tensor  # an optimizer takes any state for its own, and complete
+            state[OUTER] = torch.zeros_like(parameter)
+        momentum: torch.Tensor = state[OUTER]
+        return momentum
+
+    # --- averages of gradients -------------------------------------------------------------------
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This replica's gradients, in memory of their own; one that was not used has a gradient of zero."""
+        return Packed(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters], self._packed.device
+        ).read()
+
+    @torch.no_grad()
+    def set_gradients(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Every parameter gets its part as gradient."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        Packed([p.grad for p in self.parameters if p.grad is not None], self._packed.device).write(buffers)
+
+
+def _is_slot(key: str, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and key != OUTER and (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,223 @@
+"""Stale synchronous parallel training: everybody pushes its updates, nobody runs far ahead of the slowest.
+
+There is no server that could be lost. Its state is everywhere: a replica sends each of its updates to all others and
+adds theirs as they come, so each holds what a server would, but for updates under way. With N replicas a server
+would send N copies of the model after each step over one link; here each link carries N - 1 updates.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.sync.exchange import Packed
+from holdfast.sync.peers import UPDATE_TAG, Peers
+from holdfast.sync.policy import Context, Decision, Policy, whole
+
+Buffers = list[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSP(Policy):
+    """Updates are pushed as they are made; a replica waits when it is more than ``staleness`` steps ahead.
+
+    An update counts 1/N, so that N replicas move as far in a step as one that averages N gradients.
+
+    >>> SSP(staleness=3).tracker(Context()).ballot
+    0
+    """
+
+    staleness: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("staleness", self.staleness, least=0)
+        if self.overlap or self.optimizer_state != "local":
+            raise UsageError(
+                "SSP pushes updates, not parameters: there is nothing to overlap or to average",
+                hint="leave out overlap= and optimizer_state=",
+            )
+
+    def tracker(self, context: Context) -> _Never:
+        return _Never()
+
+
+class _Never:
+    """Updates travel by themselves: there is nothing to decide on."""
+
+    ballot = 0
+
+    def observe(self, step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
+        return []
+
+    def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
+        return Decision(synchronise=False, reason="updates are pushed as they are made")
+
+    def synchronised(self, step: int, parameters: Sequence[torch.Tensor]) -> None: ...
+
+    def state(self) -> list[float]:
+        return []
+
+    def load(self, state: Sequence[float]) -> None: ...
+
+
+class Pushes:
+    """The updates since replicas were equal, of this replica and of the others as far as they have come.
+
+    When all meet, what each has made itself adds up to the whole, however much is under way (``gathered``). So a
+    broken connection loses nothing of those who live; and of one who does not, all that has reached anybody.
+    """
+
+    def __init__(self, peers: Peers, parameters: Sequence[torch.Tensor], *, staleness: int) -> None:
+        self._peers = peers
+        self._staleness = staleness
+        self._packed = Packed(parameters)
+        self._anchor = self._packed.read()
+        self._view = [buffer.clone() for buffer in self._anchor]
+        self._mine = [torch.zeros_like(buffer) for buffer in self._anchor]
+        self._made = 0  # updates of this replica
+        self._closed = False  # of its peers nobody is heard any more
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._kept: deque[list[Any]] = deque()  # sends that may not have arrived
+        self._peer: dict[int, _Peer] = {}
+        for rank in range(peers.size):
+            if rank != peers.rank:
+                self._peer[rank] = _Peer(sum_=[torch.zeros_like(buffer) for buffer in self._anchor])
+                threading.Thread(target=self._listen, args=(rank,), name="holdfast-updates", daemon=True).start()
+
+    # --- each step -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fold(self) -> Buffers:
+        """Takes the update that was made since into this replica's sum; returns it as it counts."""
+        update = [
+            now.sub_(view).div_(self._peers.size) for now, view in zip(self._packed.read(), self._view, strict=True)
+        ]
+        for total, view, part in zip(self._mine, self._view, update, strict=True):
+            total.add_(part)
+            view.add_(part)
+        self._made += 1
+        self._packed.write(self._view)
+        return update
+
+    def exchange(self) -> None:
+        """After an update: sends it, and takes in what has come; waits for who is too far behind."""
+        update = self.fold()
+        others = list(self._peer)
+        for rank in others:
+            room = [torch.empty_like(buffer) for buffer in update]
+            works = self._peers.start([], [(rank, buffer, UPDATE_TAG) for buffer in room])
+            self._peer[rank].expected.put((room, works))
+        self._kept.append(self._peers.send([(rank, buffer, UPDATE_TAG) for rank in others for buffer in update]))
+        self._wait(self._made - self._staleness)
+
+    @torch.no_grad()
+    def _wait(self, least: int) -> None:
+        """Until so many updates of each of the others are here; all that are here are added."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or all(p.heard >= least for p in self._peer.values()))
+            came = [part for peer in self._peer.values() for part in peer.take()]
+            heard = min((peer.heard for peer in self._peer.values()), default=0)
+        for part in came:
+            for view, buffer in zip(self._view, part, strict=True):
+                view.add_(buffer)
+        self._packed.write(self._view)
+        # Who has made its m-th update had heard all of ours but the last ``staleness`` before that one.
+        while len(self._kept) > self._made - max(heard - 1 - self._staleness, 0):
+            self._kept.popleft()
+        if self._error is not None:
+            raise self._error
+
+    def _listen(self, rank: int) -> None:
+        """In a thread for each of the others: takes in its updates, in order, as long as some are expected."""
+        peer = self._peer[rank]
+        while (expected := peer.expected.get()) is not None:
+            room, works = expected
+            try:
+                self._peers.finish(works)
+            except BaseException as e:  # raised again where the training thread can act on it
+                with self._changed:
+                    self._error = self._error or e
+                    self._changed.notify_all()
+                continue  # nothing may be left that still writes
+            with self._changed:
+                peer.came.append(room)
+                for total, buffer in zip(peer.sum_, room, strict=True):
+                    total.add_(buffer)
+                peer.heard += 1
+                self._changed.notify_all()
+
+    # --- meetings --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Before all meet: waits for all updates that are under way. If the peers broke, nothing more will come."""
+        if not self._closed:
+            self._closed = True
+            try:
+                if self._error is None:
+                    self._wait(self._made)
+            finally:
+                for peer in self._peer.values():
+                    peer.expected.put(None)
+                for works in self._kept:
+                    self._peers.keep(works)
+
+    def abandon(self) -> None:
+        """The peers broke. Updates are still added up here, but are told to nobody."""
+        if not self._closed:
+            self._closed = True
+            for peer in self._peer.values():
+                peer.expected.put(None)
+
+    @property
+    def heard(self) -> dict[int, int]:
+        """How many updates of each of the others have come."""
+        return {rank: peer.heard for rank, peer in self._peer.items()}
+
+    @torch.no_grad()
+    def gather(self, workers: int, lost: Collection[int] = ()) -> None:
+        """The parameters become what this replica adds to a mean over so many: its own updates, and of some lost ones.
+
+        Their mean is then the state that a server would have.
+        """
+        total = [buffer.clone() for buffer in self._mine]
+        for rank in lost:
+            for buffer, part in zip(total, self._peer[rank].sum_, strict=True):
+                buffer.add_(part)
+        self._packed.write([anchor + buffer * workers for anchor, buffer in zip(self._anchor, total, strict=True)])
+
+
+class _Peer:
+    """What has come from one of the others."""
+
+    def __init__(self, sum_: Buffers) -> None:
+        self.sum_ = sum_
+        self.heard = 0
+        self.came: list[Buffers] = []  # not yet part of what this replica sees
+        self.expected: queue.SimpleQueue[tuple[Buffers, list[Any]] | None] = queue.SimpleQueue()
+
+    def take(self) -> list[Buffers]:
+        came, self.came = self.came, []
+        return came
+
+
+def heirs(heard: Mapping[str, Mapping[str, int]], alive: Sequence[str]) -> dict[str, str]:
+    """Who adds the updates of each lost replica: the one that has heard most of them.
+
+    >>> heirs({"a": {"b": 4, "c": 2}, "b": {"a": 4, "c": 3}}, alive=["a", "b"])
+    {'c': 'b'}
+    """
+    known = [(teller, of, number) for teller in alive for of, number in heard.get(teller, {}).items()]
+    lost = sorted({of for _, of, _ in known if of not in alive})
+    return {
+        of: max((entry for entry in known if entry[1] == of), key=lambda entry: (entry[2], -alive.index(entry[0])))[0]
+        for of in lost
+    }

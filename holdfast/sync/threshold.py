@@ -1,0 +1,88 @@
+"""A threshold that follows a signal, so that a given share of the steps reaches it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+FEW = 8  # observations that the first threshold is made from
+GAIN = 0.5  # more: goes with the signal faster. Less: picks the highest signals better.
+PULL = 0.125  # how fast what was missed is made up for; about as much as does not swing
+MOST = 4.0  # synchronisations that are made up for at most
+LOWEST, HIGHEST = 1e-30, 1e30
+
+
+class Threshold:
+    """Goes up by a factor with every synchronisation and down a little with every step: a running quantile.
+
+    The logarithm of the threshold adds up ``GAIN * (hit - target)``. That alone gives too few hits while a signal
+    falls, and too many while it rises, as the threshold has to follow; so what was missed is counted, and pulls the
+    threshold too. The share is of *steps*: those at which nothing could be decided count.
+
+    Only sums, products and comparisons: the same bits on all machines, which ``exp`` does not promise.
+
+    >>> threshold = Threshold(0.25)
+    >>> signals = [1.0, 2.0, 3.0, 4.0] * 100
+    >>> hits = 0
+    >>> for step, signal in enumerate(signals):
+    ...     hit = threshold.reached(signal)
+    ...     threshold.follow(step, signal, hit=hit)
+    ...     hits += hit
+    >>> 95 <= hits <= 105
+    True
+    """
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._value = LOWEST
+        self._missed = 0.0  # synchronisations that there should have been and were not
+        self._seen = 0  # how many signals, up to FEW
+        self._step = -1  # the last one that was decided; -1: none yet
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+    def reached(self, signal: float) -> bool:
+        return self._seen >= FEW and signal >= self._value
+
+    def follow(self, step: int, signal: float, *, hit: bool) -> None:
+        """Takes in what came of a step. ``hit``: replicas synchronise, for whatever reason."""
+        if self._seen < FEW:
+            self._begin(step, signal)
+            return
+        if math.isnan(signal) or (signal <= 0 and not hit):
+            return  # it says nothing: chasing it would end in a burst, or in a long silence
+        due = min(self._target * (step - self._step), 1.0)  # one at most, however long the silence was
+        self._step = step
+        self._missed = min(max(self._missed + due - hit, -MOST), MOST)
+        self._value *= _exp(GAIN * (hit - due) - PULL * due * self._missed)
+        self._value = min(max(self._value, LOWEST), HIGHEST)
+
+    def _begin(self, step: int, signal: float) -> None:
+        """The first threshold is at the upper end of the first signals, but one spike does not carry it away."""
+        if 0 < signal < math.inf:
+            highest = 2 * self._value if self._seen else signal
+            self._value = min(max(signal, 0.8 * self._value, LOWEST), highest, HIGHEST)
+            self._seen += 1
+            self._step = step
+
+    def state(self) -> list[float]:
+        return [self._value, self._missed, float(self._seen), float(self._step)]
+
+    def load(self, state: Sequence[float]) -> None:
+        self._value, self._missed, seen, step = state
+        self._seen, self._step = round(seen), round(step)
+
+
+def _exp(exponent: float) -> float:
+    """e to the power of a number between -2 and 2, as a series.
+
+    >>> abs(_exp(0.5) - 1.6487212707) < 1e-9
+    True
+    """
+    term = total = 1.0
+    for n in range(1, 24):
+        term *= exponent / n
+        total += term
+    return total

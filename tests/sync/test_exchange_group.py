@@ -1,0 +1,101 @@
+"""Averages and ballots in the ``Group`` of a run, among real processes: nobody waits for a send, nor for the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.cluster.group import Group, form
+from holdfast.cluster.membership import Generation, Member
+from holdfast.errors import Broken
+from holdfast.sync.exchange import Averaging, Ballots
+from tests.sync.processes import on_processes
+
+
+class Meeting:
+    """Where members find each other, in the store of the test's own process group."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._store: Any = dist.distributed_c10d._get_default_store()
+
+    def put(self, key: str, value: bytes) -> None:
+        self._store.set(f"meeting {key}", value)
+
+    def take(self, key: str) -> bytes:
+        return bytes(self._store.get(f"meeting {key}"))
+
+
+def group_of(rank: int, size: int) -> Group:
+    members = tuple(Member(worker=str(number), address="127.0.0.1") for number in range(size))
+    return form(Generation(number=1, members=members), str(rank), Meeting(), torch.device("cpu"))
+
+
+def values(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
+
+
+def test_averages_beside_ballots_without_a_vote_between() -> None:
+    def work(rank: int) -> list[torch.Tensor]:
+        group = group_of(rank, 3)
+        ballots, means = Ballots(group), []
+        for step in range(12):
+            averaging = Averaging(group, [values(rank + 10 * step, 400_000)], beside=step % 2 == 0)
+            ballots.cast(step, [1.0])
+            if step:
+                assert ballots.sums(step - 1) == [3.0]
+            means.append(averaging.finish()[0][::1000].clone())
+        ballots.drop()
+        group.vote(torch.zeros(1))
+        assert len(group._sent) == 2, "what was sent before the vote has arrived"
+        return means
+
+    results = on_processes(3, work)
+    for step, mean in enumerate(results[0]):
+        first, *others = [values(rank + 10 * step, 400_000)[::1000] for rank in range(3)]
+        wanted = first.clone()
+        for other in others:
+            wanted = wanted + (other - first) * (1 / 3)
+        assert torch.equal(mean, wanted)
+        assert torch.equal(results[1][step], mean)
+        assert torch.equal(results[2][step], mean)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02])
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_kill_in_the_middle_breaks_the_exchange_of_the_others(after: float, beside: bool) -> None:
+    def work(rank: int) -> tuple[str, float]:
+        group = group_of(rank, 3)
+        ballots = Ballots(group)
+        Averaging(group, [torch.ones(10)]).finish()
+        if rank == 1:
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(3.0, group.abort, ("the coordinator says so",)).start()
+        begun = time.monotonic()
+        averaging = None
+        try:
+            for step in range(10_000):
+                averaging = Averaging(group, [torch.ones(4_000_000)], beside=beside)
+                ballots.cast(step, [1.0])
+                averaging.finish()
+                ballots.sums(step)
+        except Broken as e:
+            if averaging is not None:
+                averaging.abandon()
+            ballots.abandon()
+            return str(e), time.monotonic() - begun
+        return "went on", 0.0
+
+    results = on_processes(3, work, seconds=40)
+    assert results[1] is None
+    for error, seconds in (results[0], results[2]):
+        assert "lost touch" in error or "coordinator" in error
+        assert seconds < 10
