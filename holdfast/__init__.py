@@ -1,7 +1,7 @@
 """Holdfast keeps PyTorch training going while the machines under it come and go.
 
-The public names are few: ``Run``, ``Step``, ``layers_of``, ``tied`` and the errors. They are imported on
-first use, so that ``holdfast --help`` and the agent do not pay for importing torch.
+The public names are few: ``Run``, ``Step``, ``layers_of``, ``tied``, the policies of when replicas talk, and the
+errors. They are imported on first use, so that ``holdfast --help`` and the agent do not pay for importing torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,33 @@ if TYPE_CHECKING:
     from holdfast.engine.layers_of import layers_of
     from holdfast.engine.tied import tied
     from holdfast.run import Run, Step
+    from holdfast.sync.diloco import DiLoCo
+    from holdfast.sync.periodic import FedAvg, LocalSGD
+    from holdfast.sync.selsync import SelSync
+    from holdfast.sync.ssp import SSP
 
 __version__ = "0.1.0"
-__all__ = ["HoldfastError", "LossNotFinite", "Run", "Step", "UsageError", "layers_of", "tied"]
+__all__ = [
+    "SSP",
+    "DiLoCo",
+    "FedAvg",
+    "HoldfastError",
+    "LocalSGD",
+    "LossNotFinite",
+    "Run",
+    "SelSync",
+    "Step",
+    "UsageError",
+    "layers_of",
+    "tied",
+]
 
 _HOMES = {
+    "DiLoCo": "holdfast.sync.diloco",
+    "FedAvg": "holdfast.sync.periodic",
+    "LocalSGD": "holdfast.sync.periodic",
+    "SSP": "holdfast.sync.ssp",
+    "SelSync": "holdfast.sync.selsync",
     "Run": "holdfast.run",
     "Step": "holdfast.run",
     "layers_of": "holdfast.engine.layers_of",

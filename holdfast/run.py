@@ -21,6 +21,7 @@ from holdfast.cluster.group import Group, alone
 from holdfast.cluster.membership import Membership, Solo
 from holdfast.data.fetch import Dataset
 from holdfast.data.order import Order
+from holdfast.data.partition import Partition
 from holdfast.engine.engine import Engine, Loss, label_of
 from holdfast.engine.model import Layers
 from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_write
@@ -28,6 +29,7 @@ from holdfast.engine.state import State
 from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
 from holdfast.plan.tree import tree_sum
+from holdfast.recovery.apart import Apart
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.copies import Together
@@ -38,10 +40,12 @@ from holdfast.recovery.saver import Saver, Settings
 from holdfast.script import Script
 from holdfast.script import Step as Step
 from holdfast.settings import (
+    batches_of,
     bytes_of,
     check_batches,
     check_layout,
     check_settings,
+    check_sync,
     check_update,
     choose_device,
     log_of,
@@ -49,6 +53,8 @@ from holdfast.settings import (
     profile_of,
     update_of,
 )
+from holdfast.sync.policy import Policy, refuse_talking_layers
+from holdfast.sync.report import EVERY_STEP, Report, Totals
 from holdfast.words import count
 
 
@@ -79,6 +85,10 @@ class Run:
     With ``log`` workers keep what they send from stage to stage until a later checkpoint is there. Layers of which
     every copy is lost are then computed again from that, alone, instead of everything. A number of bytes (or "2GB")
     is a budget for all workers together: fewer boundaries are logged, and more has to be computed again.
+
+    ``sync`` says when replicas talk: at every step, or as a policy decides (``SelSync``, ``LocalSGD``, ``FedAvg``,
+    ``DiLoCo``, ``SSP``; docs/sync.md). Each worker then holds the whole model and trains on its share of the batch,
+    ``step.loss`` is its own, and ``partition`` may say which samples it reads.
 
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
@@ -114,34 +124,36 @@ class Run:
         keep: int = 3,
         keep_every: int | None = None,
         log: bool | int | str | LogSettings = False,
+        sync: Literal["every-step"] | Policy = "every-step",
+        partition: Partition | None = None,
         collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
         device: str | torch.device | None = None,
     ) -> None:
         check_settings(numerics, seed)
+        check_sync(sync, stages=stages, memory=memory, profile=profile, update=update, log=log)
+        policy = None if isinstance(sync, str) else sync
+        stages = stages if policy is None else 1
         check_update(update, clip_norm=clip_norm, stages=stages, every=every, log=log)
         check_layout(tolerate, stages, memory, profile)
         check_batches(data, global_batch, micro_batch)
         exact = numerics == "exact"
-        chosen = choose_device(device)
-        model = model_of(layers, seed=seed, device=chosen, exact=exact)
+        model = model_of(layers, seed=seed, device=choose_device(device), exact=exact)
+        if policy is not None:
+            refuse_talking_layers(model.module)
         order = Order(size=len(data), global_batch=global_batch, micro_batch=micro_batch, seed=seed, shuffle=shuffle)
+        batches = batches_of(order, partition)
         self._log = log_of(log, checkpoint, model.module)
         self.engine = Engine(
             model=model,
             update=update_of(model, optimizer, schedule, clip_norm, eager=update == "eager"),
             loss=loss,
             data=data,
-            order=order,
+            order=batches,
             collate=collate,
             exact=exact,
             autocast=autocast,
             log=self._log,
         )
-        self._progress: dict[str, Any] = {"step": 0, "results": {}}
-        self._state = State(model, self.engine.update, self._progress, exact=exact)
-        self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
-        kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
-        self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
         wishes = Wishes(
             tolerate=tolerate,
             stages=stages,
@@ -149,21 +161,34 @@ class Run:
             profile=profile_of(profile, self.engine),
             budget=None if self._log is None else self._log.settings.budget,
         )
-        self._arranger = self._arranger_for(wishes)
-        self._together = None
+        kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
+        label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
+        label += "" if partition is None else f", partition {partition}"
+        # May differ from run to run, but not from worker to worker:
+        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}, update {update}, log {log}, sync {sync}"
+        self._take_part(wishes, kept or None, label=label, shape=shape)
+        self._apart = self._together = None
+        if policy is not None:
+            self._arranger.unvoted = True
+            parts = (self.engine, self._state, self._cohort, self._events)
+            self._apart = Apart(policy, *parts, between=self._between_steps)
         if update == "commit-copy" and every != "auto":
             self._together = Together(self.engine, self._state, self._attempt, every)
+
+    def _take_part(self, wishes: Wishes, kept: Settings | None, *, label: str, shape: str) -> None:
+        """The state of this worker, and its place among the others."""
+        self._progress: dict[str, Any] = {"step": 0, "results": {}, "label": label}
+        self._state = State(self.engine.model, self.engine.update, self._progress, exact=self.engine.exact)
+        self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
+        self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
+        self._arranger = self._arranger_for(wishes)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._script = Script()
         self._said = ""  # about what can be survived
-        self._wished = tolerate or 0  # what the user has asked for in so many words
-        label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
-        self._progress["label"] = label
-        # May differ from run to run, not here:
-        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}, update {update}, log {log}"
-        membership = _membership(f"{label}, {shape}")
-        self._cohort = Cohort(membership, self._arranger, chosen, self._events, resumable=self._saver is not None)
-        faults.plan(self._cohort.membership.worker)
+        self._wished = wishes.tolerate or 0  # what the user has asked for in so many words
+        membership, device = _membership(f"{label}, {shape}"), self.engine.model.device
+        self._cohort = Cohort(membership, self._arranger, device, self._events, resumable=self._saver is not None)
+        faults.plan(membership.worker)
         _runs.append(self)
 
     def _arranger_for(self, wishes: Wishes) -> Arranger:
@@ -197,11 +222,17 @@ class Run:
             for step in self._next_steps(total):
                 self._script.move_to(f"in {step.number + 1}")
                 yield step
-            self._save_if_due()
-            self._cohort.boundary()
+            self._between_steps()
         self._script.move_to(f"after {total}")
         if self.step == total:  # a joiner's script runs through loops that are long over
+            self._settle("the last step")
             self._save_if_due(last=True)
+
+    def _between_steps(self) -> None:
+        self._save_if_due()
+        if self._cohort.stops:
+            self._settle("workers join or leave")
+        self._cohort.boundary()
 
     def finish(self) -> None:
         """Called at the end of the script: nobody leaves before all have committed the last step.
@@ -209,6 +240,7 @@ class Run:
         A worker whose last vote broke needs somebody to tell it that the step is committed.
         """
         if self._cohort.group is not None:
+            self._settle("the end")
             self._save_if_due(last=True)  # the loop may have been left
             if self._saver is not None:
                 self._saver.settle(self._cohort)
@@ -224,14 +256,26 @@ class Run:
 
     def _save_if_due(self, *, last: bool = False) -> None:
         if self._saver is not None:
+            if self._saver.is_due(self._cohort, last=last):
+                self._settle("a checkpoint")
             self._saver.if_due(self._cohort, last=last)
+
+    def _settle(self, why: str, *, full: bool = True) -> None:
+        """Replicas that train apart become equal first."""
+        if self._apart is not None:
+            self._apart.settle(why, full=full)
+            self._apart.compute_together()
 
     def _next_steps(self, total: int) -> list[Step]:
         """Commits the next step, or those that are committed together."""
         first, cohort = self.step, self._cohort
         faults.at_step(first)
         begin, generation = time.monotonic(), cohort.generation
-        if self._together is None:
+        report = EVERY_STEP
+        if self._apart is not None:
+            loss, report = self._apart.next_step(self._one_step(first), first)
+            losses = [loss]
+        elif self._together is None:
             losses = [cohort.commit(self._one_step(first))]
         else:
             cohort.commit(self._together.operation(first, total))
@@ -241,12 +285,14 @@ class Run:
         for number, loss in enumerate(losses, first):
             self._event("commit", step=number, loss=loss)
         self._say_what_is_survived()
-        return [self._step(number, loss) for number, loss in enumerate(losses, first)]
+        return [self._step(number, loss, report) for number, loss in enumerate(losses, first)]
 
     def _one_step(self, number: int) -> Operation:
         def apply() -> None:
             self.engine.apply(number)
             self._progress["step"] = number + 1
+            if self._apart is not None:
+                self._apart.made_together()
 
         attempt = partial(self._attempt, number)
         return Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=self.engine.drop)
@@ -257,13 +303,14 @@ class Run:
             self._event("vote", step=number, samples=self.engine.used)
         return losses
 
-    def _step(self, number: int, loss: float) -> Step:
+    def _step(self, number: int, loss: float, report: Report) -> Step:
         return Step(
             number=number,
             loss=loss,
             epoch=number // self.engine.order.steps_per_epoch,
             workers=self._cohort.size,
             is_first_worker=self._cohort.is_first,
+            sync=report,
         )
 
     def _event(self, event: str, **fields: Any) -> None:
@@ -272,11 +319,18 @@ class Run:
 
     def _say_what_is_survived(self) -> None:
         """Once for each number of workers that is too small, not for each step."""
-        wished, possible = self._wished, self.engine.layout.tolerate
+        wished, possible = self._wished, self._arranger.layout.tolerate
         said = f"{count(self.workers, 'worker')} cannot survive the loss of {wished}" if possible < wished else ""
         if said and said != self._said and self.is_first_worker:
             print(f"holdfast: {said}", flush=True)
         self._said = said
+
+    @property
+    def sync_totals(self) -> Totals:
+        """Of this worker: steps, synchronisations, bytes sent, and how far replicas were apart."""
+        if self._apart is not None:
+            return self._apart.totals
+        return Totals(steps=self.step, synchronised=self.step, sent=self._cohort.sent)
 
     # --- evaluation and results ------------------------------------------------------------------
 
@@ -291,6 +345,7 @@ class Run:
         if self._cohort.group is None:  # before training: nobody to share with
             self.engine.model.make_whole()
             return tree_sum(self.engine.evaluate(dataset, measure, alone()))
+        self._settle("an evaluation", full=False)
         attempt = partial(self.engine.evaluate, dataset, measure)
         return self._once(Operation(kind=Kind.EVALUATION, attempt=attempt))
 
@@ -309,6 +364,7 @@ class Run:
         if self._cohort.group is None:
             write_model(None, self.engine.model, None, Path(path))
         else:
+            self._settle("the model is saved", full=False)
             self._once(Operation(kind=Kind.SAVE, attempt=attempt))
 
     def _once(self, operation: Operation) -> float:
@@ -336,6 +392,7 @@ class Run:
         key = self._script.next_key("hash")  # not counted with the others: whole workers may ask alone
         results = self._progress["results"]
         if key not in results:
+            self._settle("a hash")
             value = self._hash(weights_only)
             if not self._script.is_after_a_loop:
                 return value

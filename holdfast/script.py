@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from holdfast.sync.report import EVERY_STEP, Report
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One committed training step.
+    """One committed training step. ``sync`` tells whether and why replicas synchronised after it.
 
     >>> Step(number=3, loss=0.5, epoch=0, workers=4, is_first_worker=True).loss
     0.5
@@ -19,6 +21,7 @@ class Step:
     epoch: int
     workers: int
     is_first_worker: bool
+    sync: Report = EVERY_STEP
 
 
 class Script:

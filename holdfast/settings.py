@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from holdfast.cluster.membership import Solo
 from holdfast.data.fetch import Dataset
+from holdfast.data.order import Batches, Order
+from holdfast.data.parted import BatchedOrder
+from holdfast.data.partition import Partition
 from holdfast.engine.engine import Engine
 from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel, Layers
@@ -24,6 +27,7 @@ from holdfast.errors import UsageError
 from holdfast.plan.profile import Profile
 from holdfast.recovery.log import Log, LogSettings
 from holdfast.recovery.undo import check, undo_step
+from holdfast.sync.policy import Policy
 from holdfast.words import parse_size, say_aloud
 
 
@@ -63,6 +67,40 @@ def check_update(update: Any, *, clip_norm: float | None, stages: Any, every: An
         raise UsageError("update='commit-copy' needs the number of steps between two copies", hint="every=10")
     if log:
         raise UsageError("update='commit-copy' cannot take back what is logged", hint="leave out log=")
+
+
+def check_sync(sync: Any, *, stages: Any, memory: Any, profile: Any, update: str, log: Any) -> None:
+    """A policy's replicas train apart, so each needs the whole model, and nothing of the others at each step."""
+    if sync == "every-step":
+        return
+    if not isinstance(sync, Policy):
+        raise UsageError(
+            f"sync={sync!r} is not known", hint="'every-step', or a policy: SelSync(target=0.1), LocalSGD …"
+        )
+    if stages not in (None, 1) or memory is not None or profile is not None:
+        raise UsageError(
+            f"{type(sync).__name__} needs workers that hold the whole model",
+            hint="leave out stages=, memory= and profile=, or sync='every-step'",
+        )
+    if update != "commit" or log:
+        raise UsageError(
+            f"{type(sync).__name__} cannot serve update={update!r} or a log: replicas update themselves",
+            hint="leave them out, or sync='every-step'",
+        )
+
+
+def batches_of(order: Order, partition: Partition | None) -> Batches:
+    """Which samples each micro-batch has: one order for all, or each worker's own part."""
+    if partition is None:
+        return order
+    if partition.size != order.size:
+        raise UsageError(
+            f"the partition is of {partition.size} samples, and the data set has {order.size}",
+            hint="make it with size=len(data)",
+        )
+    return BatchedOrder(
+        partition=partition, global_batch=order.global_batch, micro_batch=order.micro_batch, seed=order.seed
+    )
 
 
 def check_layout(tolerate: Any, stages: Any, memory: Any, profile: Any) -> None:

@@ -6,7 +6,9 @@ A run takes its faults from ``HOLDFAST_FAULTS``, so that a sweep needs no edit o
 
 Kinds: ``kill`` (SIGKILL), ``stop`` (SIGSTOP, a hang), ``raise`` (an exception in user code); and the
 sabotages, which must make an exactness test fail: ``skip-gradient``, ``double-update``, ``repeat-sample``,
-``skip-undo``. The phase ``eager`` comes after each bucket that is updated before the vote.
+``skip-undo``. The phase ``eager`` comes after each bucket that is updated before the vote; where replicas train
+apart, ``ballot`` when one has told the others how much its update matters, ``average`` when they exchange their
+weights, ``averaged`` before they vote on that.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ Phase = Literal[
     "backward",
     "eager",
     "reduce",
+    "ballot",
+    "average",
+    "averaged",
     "vote",
     "voted",
     "update",

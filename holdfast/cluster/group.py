@@ -61,6 +61,7 @@ class Group:
         self.size = len(generation.members)
         self._backend = backend
         self._sockets: dict[int, str] = {}
+        self.bytes = 0  # that this worker has sent
         self._sent: list[Any] = []  # kept alive until a vote proves that it has arrived
         self._broken: str | None = None
         self._watch: threading.Event | None = None  # set: nobody looks for vanished machines any more
@@ -85,6 +86,7 @@ class Group:
                     works.append(self._backend.recv([tensor], peer, tag))
                 for peer, tensor, tag in sends:
                     self._sent.append(self._backend.send([tensor], peer, tag))
+                    self.bytes += tensor.nbytes
         except RuntimeError as e:
             broken = self._give_up(e)
             self.drain(works)
@@ -99,6 +101,7 @@ class Group:
             with self._together():
                 for peer, tensor, tag in sends:
                     works.append(self._backend.send([tensor], peer, tag))
+                    self.bytes += tensor.nbytes
         except RuntimeError as e:
             raise self._give_up(e) from e
         return works
@@ -192,6 +195,22 @@ class Group:
 def alone() -> Group:
     """The group of a worker that has no others."""
     return Group(membership.Solo().regroup(membership.Standing()), 0)
+
+
+class _Aside(Group):
+    """A worker that computes as if it had no others, but hears when the generation that it is in is over."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(membership.Solo().regroup(membership.Standing()), 0)
+        self._around = group
+
+    def check(self) -> None:
+        self._around.check()
+
+
+def aside(group: Group) -> Group:
+    """A group of one for a member of ``group``, which breaks with it."""
+    return _Aside(group)
 
 
 def form(generation: Generation, worker: str, store: membership.Store | None, device: torch.device) -> Group:

@@ -38,6 +38,7 @@ class Standing:
     ``everybody_leaves``: as its last vote said. ``logged``: it has kept what it takes to compute others' layers again.
     ``undone``: units that were updated before the vote for the operation in hand and taken back since, or will be if
     it is dropped. They are as they were but for rounding; copies that nobody has touched are better.
+    ``step``: how many steps it has made, where replicas train apart and need not have made the same number.
     """
 
     operation: int | None = None
@@ -55,6 +56,7 @@ class Standing:
     everybody_leaves: bool = False
     logged: bool = False
     undone: tuple[int, ...] = ()
+    step: int = 0
 
 
 def newest_of(standings: Iterable[Standing]) -> int | None:

@@ -15,7 +15,7 @@ from torch import nn
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, alone
 from holdfast.data.fetch import Dataset, fetch
-from holdfast.data.order import Order
+from holdfast.data.order import Batches, Order
 from holdfast.engine.collector import Collector
 from holdfast.engine.eager import Eager
 from holdfast.engine.gradients import Bucket, make_buckets
@@ -44,7 +44,7 @@ class Engine:
         update: Update,
         loss: Loss,
         data: Dataset,
-        order: Order,
+        order: Batches,
         collate: Callable[[list[Any]], Any],
         exact: bool,
         autocast: torch.dtype | None,
@@ -158,20 +158,20 @@ class Engine:
     def forward_pass(self, step: int, index: int, number: int, stage: Stage, group: Group) -> float:
         """The weighted loss, where this stage is the last."""
         post = stage.post
-        samples = self.order.samples(step, index)
+        samples, place = self.order.samples(step, index), self.order.number(step, index)
         if faults.sabotaged("repeat-sample"):
             samples[0] = samples[-1] if len(samples) > 1 else (samples[0] + 1) % len(self.data)
         faults.point("data")
         inputs = targets = None
         if post.is_first or post.is_last:
-            seed_everything(seed_of(self.order.seed, step, index, "data"), self.model.device)
+            seed_everything(seed_of(self.order.seed, step, place, "data"), self.model.device)
             inputs, targets = fetch(self.data, samples, self.collate, self.model.device)
         if post.is_first:
             self.used += samples
         faults.point("forward")
 
         def compute(x: Any) -> Any:
-            return self._through(post.role.layers, x, targets, step=step, index=index, between=group.check)
+            return self._through(post.role.layers, x, targets, step=step, index=place, between=group.check)
 
         result = stage.forward(number, inputs, compute)
         if not post.is_last:

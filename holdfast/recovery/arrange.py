@@ -67,6 +67,7 @@ class Arranger:
         self._wishes = wishes
         self._resumer = resumer
         self._replayer = replayer
+        self.unvoted = False  # whether steps are made without a vote
         self._undone: set[int] = set()  # since the last vote that succeeded
         if engine.eager is not None:
             engine.eager.on_undo = self._note_undo
@@ -76,6 +77,10 @@ class Arranger:
     @property
     def units(self) -> int:
         return len(self._model.units)
+
+    @property
+    def step(self) -> int:
+        return int(self._state.progress["step"])
 
     @property
     def profiled(self) -> bool:
@@ -302,7 +307,7 @@ class Arranger:
         if not planned or group.size == 1:
             return Traffic()
         traffic = carry_out(group, self._state, planned, self._arrived)
-        if self.engine.eager is not None:  # else what is sent stays as it is until the vote
+        if self.engine.eager is not None or self.unvoted:  # else what is sent stays as it is until the vote
             group.sum(torch.zeros(1, device=self._model.device))
         return traffic
 

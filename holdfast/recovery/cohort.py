@@ -33,16 +33,32 @@ class Kind(IntEnum):
     END = 4
     CHECKPOINT = 5
     HASH = 6
+    SYNC = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """``attempt`` returns this worker's values, zero where others compute them; ``apply`` makes it last."""
+    """``attempt`` returns this worker's values, zero where others compute them; ``apply`` makes it last.
+
+    ``step`` is after which step it comes, where workers may have made different numbers of them.
+    """
 
     kind: Kind
     attempt: Callable[[Group], list[float]]
     apply: Callable[[], None] = lambda: None
     drop: Callable[[], None] = lambda: None
+    step: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What all workers must mean, in words."""
+        kind = self.kind.name.lower()
+        return kind if self.step is None else f"{kind} after step {self.step}"
+
+    @property
+    def mark(self) -> int:
+        """The same as a number. Its square is exact, and so is the sum of thousands of them."""
+        return self.kind + 16 * ((self.step or 0) % 2**16)
 
 
 class Cohort:
@@ -68,6 +84,9 @@ class Cohort:
         self._stop_at_boundary = False
         self._first_of_generation = False
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
+        self._sent = 0  # bytes, in past generations
+        self._called = False  # a meeting, for somebody who wants to join or leave
+        self.on_enter: Callable[[Generation, Settlement], None] = lambda generation, settlement: None
         membership.on_break(self._broken)
 
     @property
@@ -82,6 +101,21 @@ class Cohort:
     def workers(self) -> list[str]:
         """Who trains, as far as this worker knows."""
         return [] if self.group is None else self.group.generation.workers
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker has sent to others."""
+        return self._sent + (0 if self.group is None else self.group.bytes)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was committed: from then on what survivors hold is the run's state."""
+        return bool(self._operation)
+
+    @property
+    def stops(self) -> bool:
+        """Whether somebody joins or leaves at the next boundary, as all have voted."""
+        return self._stop_at_boundary
 
     @property
     def result(self) -> float:
@@ -105,7 +139,22 @@ class Cohort:
     def boundary(self) -> None:
         """Between two steps: take part for the first time, let joiners in and leavers out."""
         if self.group is None or self._stop_at_boundary:
+            self._called = False
             self._regroup(boundary=True, broken=False)
+
+    def call_if_wished(self) -> None:
+        """Where votes are far apart: if somebody wants to join or leave, ends the generation, so that all meet soon.
+
+        The wish is remembered for that vote: the coordinator may tell the next generation of it later.
+        """
+        assert self.group is not None
+        if not self._called and any(self.membership.wishes()):
+            self._called = True
+            self.group.abort("somebody wants to join or leave")
+
+    def rejoin(self) -> None:
+        """After ``Broken`` where there was nothing to vote on: gets into the next generation."""
+        self._regroup(boundary=False, broken=True)
 
     def commit(self, operation: Operation) -> float:
         """Carries an operation through, and returns the sum of all workers' values."""
@@ -113,7 +162,7 @@ class Cohort:
         assert self.group is not None
         assert before is not None
         self._doing = operation.kind.name.lower()
-        self.membership.doing(before, self._doing)
+        self.membership.doing(before, operation.name)
         while self._operation == before:
             if self._succeeds(operation):
                 self._apply(operation)
@@ -137,13 +186,15 @@ class Cohort:
         """Whoever gets through here knows that every member holds the operation's complete result."""
         assert self.group is not None
         joiners, self._leaves = self.membership.wishes()
+        joiners = joiners or self._called
         faults.point("vote")
-        ballot = torch.tensor([operation.kind, joiners, self._leaves, *values], dtype=torch.float64)
+        mark = operation.mark
+        ballot = torch.tensor([mark, mark**2, joiners, self._leaves, *values], dtype=torch.float64)
         ballot = ballot.to(self._device)
         self._voted = operation
         self.group.vote(ballot)
-        kinds, joining, leaving, *sums = ballot.tolist()
-        if kinds != operation.kind * self.group.size:
+        marks, squares, joining, leaving, *sums = ballot.tolist()
+        if marks**2 != squares * self.group.size:  # then and only then somebody's differs, and all see it
             raise UsageError(
                 "workers disagree on what comes next",
                 hint="call run.steps, evaluate, save_model and sha256 on every worker, not only on the first",
@@ -180,6 +231,8 @@ class Cohort:
             if self.group is not None:
                 self.group.close()
                 self._closed.append(self.group)
+                self._sent += self.group.bytes
+                self.group.bytes = 0  # counted once, if this has to be tried again
             faults.point("regroup")
             generation = self.membership.regroup(self._standing(boundary, broken))
             try:
@@ -209,6 +262,7 @@ class Cohort:
             everybody_leaves=self.everybody_leaves,
             logged=self._arranger.logged,
             undone=tuple(sorted(self._arranger.undone)),
+            step=self._arranger.step,
         )
 
     def _enter(self, generation: Generation) -> None:
@@ -238,6 +292,7 @@ class Cohort:
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
+        self.on_enter(generation, settlement)
         self._events.write(
             "entered",
             worker=worker,

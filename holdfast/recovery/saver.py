@@ -65,13 +65,18 @@ class Saver(Resumer):
         """Whether a snapshot is being written."""
         return not self._written.is_set()
 
-    def if_due(self, cohort: Cohort, *, last: bool = False) -> None:
-        """Between two steps. All decide alike: from what they share, and from a vote they have seen succeed."""
+    def is_due(self, cohort: Cohort, *, last: bool = False) -> bool:
+        """All decide alike: from what they share, and from a vote they have seen succeed."""
         progress = self._state.progress
         step = progress["step"]
-        self._forget_records()
         due = last or cohort.everybody_leaves or step >= progress.get("due", self.settings.first)
-        if due and step != progress.get("saved", 0):
+        return bool(due and step != progress.get("saved", 0))
+
+    def if_due(self, cohort: Cohort, *, last: bool = False) -> None:
+        """Between two steps."""
+        self._forget_records()
+        if self.is_due(cohort, last=last):
+            step = self._state.progress["step"]
             faults.at_step(step)
             cohort.commit(self._operation(cohort, step))
         if cohort.everybody_leaves:
