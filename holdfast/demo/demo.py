@@ -17,6 +17,7 @@ from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, 
 from holdfast.demo.show import Show
 from holdfast.demo.story import Story, Tail
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.words import size_text
 
 SCRIPT = Path(__file__).parent / "train.py"
 MEMORY = "30MB"  # of a worker in a pipeline: the model, its gradients and a micro-batch under way take more
@@ -29,6 +30,7 @@ class DemoSettings:
     """What ``holdfast demo`` was asked for.
 
     In a ``pipeline`` workers hold some of the layers each. Then the undisturbed run is one worker that holds them all.
+    With ``sync`` replicas of the disturbed run talk only when their updates matter.
 
     >>> DemoSettings(workers=1, kills=0).steps
     80
@@ -39,9 +41,12 @@ class DemoSettings:
     kills: int = 6
     seed: int = 0
     pipeline: bool = False
+    sync: bool = False
     out: Path = Path("holdfast-demo")
 
     def __post_init__(self) -> None:
+        if self.pipeline and self.sync:
+            raise UsageError("replicas that train apart hold the whole model", hint="--pipeline or --sync, not both")
         minimum = PIPELINE if self.pipeline else 1
         check_kills(steps=self.steps, workers=self.workers, kills=self.kills, minimum=minimum)
 
@@ -51,7 +56,7 @@ class Outcome:
     """One run: its story, and the hashes of each worker that finished."""
 
     story: Story
-    results: list[dict[str, str]]
+    results: list[dict[str, Any]]
 
     def hash_of(self, what: str) -> str:
         """The hash all workers agree on; if they do not, there is nothing to compare."""
@@ -72,8 +77,17 @@ class Verdict:
         """Weights, optimizer state and every loss; of every worker, bit for bit."""
         one, other = self.undisturbed, self.disturbed
         same = all(one.hash_of(what) == other.hash_of(what) for what in ("weights", "state"))
-        agreed = all(len({r["state"] for r in outcome.results}) == 1 for outcome in (one, other))
-        return same and agreed and one.story.losses == other.story.losses
+        return same and self.agreed and one.story.losses == other.story.losses
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the workers of each run have come to the same, bit for bit."""
+        return all(len({r["state"] for r in outcome.results}) == 1 for outcome in (self.undisturbed, self.disturbed))
+
+    @property
+    def good(self) -> bool:
+        """Replicas that train apart lose what a killed one had done alone, so they cannot be as undisturbed."""
+        return self.agreed if self.settings.sync else self.identical
 
     @property
     def recovery_ms_median(self) -> float | None:
@@ -91,6 +105,8 @@ class Verdict:
             "weights_sha256": self.disturbed.hash_of("weights"),
             "undisturbed_sha256": self.undisturbed.hash_of("weights"),
             "identical": self.identical,
+            "agreed": self.agreed,
+            **({"sync": self._talk()} if self.settings.sync else {}),
             **({"layouts": cut} if self.settings.pipeline else {}),
         }
 
@@ -101,7 +117,10 @@ class Verdict:
             yield f"sha256 of {name}"
             yield f"  undisturbed  {one.hash_of(what)}"
             yield f"  disturbed    {other.hash_of(what)}"
-        yield f"losses: {'all' if one.story.losses == other.story.losses else 'NOT all'} the same in both runs"
+        if self.settings.sync:
+            yield from self._words_about_talk()
+        else:
+            yield f"losses: {'all' if one.story.losses == other.story.losses else 'NOT all'} the same in both runs"
         if (ms := self.recovery_ms_median) is not None:
             step_ms = 1000 * other.story.step_seconds  # of the same run: the machine may have been busier
             yield f"from a kill to the survivors' next step: {ms:.0f} ms (median); a step alone: {step_ms:.0f} ms"
@@ -109,9 +128,26 @@ class Verdict:
             yield f"the run was over after {kills} of {self.settings.kills} kills: there were too few workers to kill"
         yield f"loss curves{', and who held which layers' if self.settings.pipeline else ''}: {self.picture}"
 
+    def _talk(self) -> dict[str, Any]:
+        """What the two runs have sent, and what they have learnt."""
+        found: dict[str, Any] = {}
+        for name, outcome in ((UNDISTURBED, self.undisturbed), (DISTURBED, self.disturbed)):
+            sent = [result["sent"] for result in outcome.results]
+            found[name] = {"sent": statistics.median(sent), "loss": outcome.results[0]["loss"]}
+        syncs = self.disturbed.story.syncs
+        return {**found, "synchronised": 0 if syncs is None else syncs.number}
+
+    def _words_about_talk(self) -> Iterator[str]:
+        talk = self._talk()
+        for name, way in ((UNDISTURBED, "at every step"), (DISTURBED, f"{talk['synchronised']} times")):
+            sent, loss = size_text(talk[name]["sent"]), talk[name]["loss"]
+            yield f"{name}: synchronised {way}, a worker sent {sent}; loss on text that it has not seen: {loss:.3f}"
+
     def headline(self) -> str:
         kills = len(self.disturbed.story.deaths)
         happened = f"{kills} {'worker' if kills == 1 else 'workers'} killed"
+        if self.settings.sync:
+            return f"{happened}: {'all replicas end with the same weights' if self.agreed else 'replicas NOT equal'}"
         return f"{happened}: {'weights identical, bit for bit' if self.identical else 'NOT identical'}"
 
 
@@ -141,9 +177,9 @@ def _train(name: str, plan: Sequence[Kill], settings: DemoSettings, show: Show, 
         old.unlink()  # of an earlier demo: events and results are appended to
     results = folder / "results.jsonl"
     options = ["--steps", str(settings.steps), "--seed", str(settings.seed), "--results", str(results.absolute())]
-    cut = settings.pipeline and name == DISTURBED
+    cut, apart = settings.pipeline and name == DISTURBED, settings.sync and name == DISTURBED
     agent_settings = AgentSettings(
-        command=[str(SCRIPT), *options, *(["--memory", MEMORY] if cut else [])],
+        command=[str(SCRIPT), *options, *(["--memory", MEMORY] if cut else []), *(["--sync"] if apart else [])],
         workers=1 if settings.pipeline and not cut else settings.workers,
         max_restarts=settings.kills + settings.workers,
         log_dir=folder,

@@ -50,7 +50,8 @@ class PlainShow:
         every = max(1, story.steps // PLAIN_LINES)
         if story.step // every > self._told // every or story.step == story.steps > self._told:
             self._told = story.step
-            self.tell(f"{bar(story.step, story.steps)} step {story.step}/{story.steps}, loss {story.loss:.4f}")
+            talk = f", {story.syncs.text(story.step)}" if story.syncs else ""
+            self.tell(f"{bar(story.step, story.steps)} step {story.step}/{story.steps}, loss {story.loss:.4f}{talk}")
 
     def close(self) -> None:
         self._name = ""
@@ -111,6 +112,8 @@ class LiveShow:
         if story.members and self._sentence:
             cut = story.arrangements and story.arrangements[-1].is_cut
             parts.append(places_table(story) if cut else _workers(story))
+        if story.syncs:
+            parts.append(Text(f"replicas     {story.syncs.text(story.step)}", style="cyan"))
         if self._sentence:
             parts.append(Text(self._sentence, style="bold"))
         if story.deaths:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.demo.places import Arrangement
+from holdfast.words import size_text
 
 Event = dict[str, Any]
 
@@ -25,6 +26,28 @@ class Death:
     noticed_ms: float | None = None
     generation: int | None = None  # the first one without the dead worker
     recovered_ms: float | None = None
+
+
+@dataclass(kw_only=True)
+class Syncs:
+    """The synchronisations of replicas that train apart, as far as they are known."""
+
+    number: int = 0
+    sent: dict[str, int] = field(default_factory=dict)  # bytes, of each worker
+    distance: float = 0.0  # between replicas, at the last one
+
+    def hear(self, event: Event) -> None:
+        self.number = max(self.number, event["number"])
+        self.sent[event["worker"]] = event["total"]
+        self.distance = event["distance"] or 0.0
+
+    def text(self, step: int) -> str:
+        """
+        >>> Syncs(number=2, sent={"0.0": 3_000_000}, distance=0.25).text(20)
+        'synchronised 2 times in 20 steps, 3.00 MB sent, replicas 0.25 apart'
+        """
+        sent = size_text(sum(self.sent.values()))
+        return f"synchronised {self.number} times in {step} steps, {sent} sent, replicas {self.distance:.2f} apart"
 
 
 @dataclass(kw_only=True)
@@ -48,6 +71,7 @@ class Story:
     arrangements: list[Arrangement] = field(default_factory=list)  # of each generation that got to training
     coming: Arrangement | None = None  # of the generation that is being entered
     over: str = ""  # why the run was stopped, if it was
+    syncs: Syncs | None = None  # where replicas do not talk at every step
 
     @property
     def step(self) -> int:
@@ -85,6 +109,7 @@ class Story:
             "entered": self._place,
             "commit": self._commit,
             "stop": self._stop,
+            "sync": self._sync,
         }
         hearer = hearers.get(event["event"])
         return None if hearer is None else hearer(event)
@@ -140,6 +165,10 @@ class Story:
                 left = f"{count} survivors commit" if count > 1 else "the survivor commits"
                 return f"{left} step {event['step']} {death.recovered_ms:.0f} ms after the kill"
         return None
+
+    def _sync(self, event: Event) -> None:
+        self.syncs = self.syncs or Syncs()
+        self.syncs.hear(event)
 
     def _stop(self, event: Event) -> None:
         self.over = event["message"]
