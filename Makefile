@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test lint types soak formats test-formats bench clean
+.PHONY: setup demo test lint types test-faults test-others soak thorough formats test-formats bench clean
 
 setup: $(READY)
 
@@ -18,8 +18,15 @@ $(READY): pyproject.toml
 demo: setup
 	$(BIN)/holdfast demo
 
+# The kills mostly wait, for processes and heartbeats, and most others need one core: on two, they go side by side.
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target test-faults test-others
+
+test-faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults
+
+test-others: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore=tests/faults
 
 lint: setup
 	$(BIN)/ruff check .
@@ -32,6 +39,10 @@ types: setup
 SCENARIOS ?= 30
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -k random --soak $(SCENARIOS) --timeout 7200
+
+# All tests, with every case of the sweeps: what `make test` leaves out, it says in words with -rs.
+thorough: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --soak 10 --timeout 1200
 
 # DeepSpeed, Megatron and transformers themselves, as judges of what we read and write; in a venv of their own.
 FORMATS := .bench/formats

@@ -12,10 +12,30 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: exactness needs
 from tests.harness import Result, launch
 
 PIPELINE = Path(__file__).parent / "faults" / "pipeline.py"
+FEW = 3  # scenarios of a soak; with more of them all sweeps are complete
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, default=3, help="random kill scenarios to run in tests/faults")
+    parser.addoption(
+        "--soak",
+        type=int,
+        default=FEW,
+        help=f"random kill scenarios to run; with more than {FEW}, the thorough tests too",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "thorough(reason): runs with a longer --soak; the reason says what covers it else"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--soak") > FEW:
+        return
+    for item in items:
+        if (mark := item.get_closest_marker("thorough")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}; `make thorough` runs it"))
 
 
 @pytest.fixture(scope="session")

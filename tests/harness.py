@@ -6,7 +6,8 @@ import asyncio
 import json
 import signal
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,14 +115,32 @@ def launch(
 
 def _environment(folder: Path, faults: str, more: dict[str, str]) -> dict[str, str]:
     settings = {"OMP_NUM_THREADS": "1", "HOLDFAST_FAULTS": faults, "HOLDFAST_TRACE": "1"}
-    return {**settings, "RESULTS": str(folder / "results.jsonl"), **more}
+    return {**settings, "RESULTS": str(folder / "results.jsonl"), "HURRY": str(folder / "hurry"), **more}
+
+
+def hurry(agent: Agent) -> None:
+    """All that was to be seen was seen: from now on the scripts' steps are as fast as they can be."""
+    (agent.settings.log_dir.parent / "hurry").touch()
 
 
 def _zygote_number(number: int) -> Any:
-    """Kept from test to test: a zygote imports torch once."""
-    while len(_zygote) <= number:
+    """Kept from test to test: a zygote imports torch once. The next one imports it while this one is at work."""
+    while len(_zygote) <= number + 1:
         _zygote.append(start_zygote())
     return _zygote[number]
+
+
+@contextmanager
+def doomed_zygote(*, importing: bool = False) -> Iterator[None]:
+    """The zygote of the other tests is kept away; runs get another one, which they may kill, or does not listen yet."""
+    _zygote_number(0)
+    kept = _zygote.pop(0)
+    if importing:
+        _zygote.insert(0, start_zygote())
+    try:
+        yield
+    finally:
+        _zygote[:1] = [kept]
 
 
 def _result(folder: Path, code: int, log_dir: Path, said: list[str]) -> Result:

@@ -105,7 +105,6 @@ class Verdict:
             "weights_sha256": self.disturbed.hash_of("weights"),
             "undisturbed_sha256": self.undisturbed.hash_of("weights"),
             "identical": self.identical,
-            "agreed": self.agreed,
             **({"sync": self._talk()} if self.settings.sync else {}),
             **({"layouts": cut} if self.settings.pipeline else {}),
         }
@@ -135,7 +134,7 @@ class Verdict:
             sent = [result["sent"] for result in outcome.results]
             found[name] = {"sent": statistics.median(sent), "loss": outcome.results[0]["loss"]}
         syncs = self.disturbed.story.syncs
-        return {**found, "synchronised": 0 if syncs is None else syncs.number}
+        return {**found, "synchronised": 0 if syncs is None else syncs.number, "replicas_equal": self.agreed}
 
     def _words_about_talk(self) -> Iterator[str]:
         talk = self._talk()

@@ -60,7 +60,14 @@ def alone(shape: Shape, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("system", "workers", "stages"),
-    [("torch", 2, (1, 3)), ("torch", 4, (2, 2)), ("torch", 2, (4,)), ("holdfast", 2, (1, 3)), ("holdfast", 2, (1,))],
+    [
+        ("torch", 4, (1, 3)),
+        ("torch", 2, (4,)),
+        ("holdfast", 2, (1, 3)),
+        pytest.param("torch", 2, (1, 3), marks=pytest.mark.thorough("two pipelines of these stages do the same")),
+        pytest.param("torch", 4, (2, 2), marks=pytest.mark.thorough("two pipelines of unequal stages do the same")),
+        pytest.param("holdfast", 2, (1,), marks=pytest.mark.thorough("tests/faults has that stages change nothing")),
+    ],
 )
 def test_all_train_the_same(system: str, workers: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     """Torch's pipelines with uneven shares, DDP and holdfast have the losses of a plain loop."""

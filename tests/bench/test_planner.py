@@ -14,7 +14,7 @@ from holdfast.plan.planner import Plan, make_plan
 from holdfast.plan.profile import Profile
 from holdfast.plan.template import make_templates
 
-SMALL = Sizes(published=(8, 8), large=(12, 60), layers=(4, 8), nodes=(10, 60))
+SMALL = Sizes(published=(8, 8), large=(12, 40), layers=(4, 8), nodes=(10, 40))
 
 
 def test_a_small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,7 @@ def test_a_small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(printed["bars"]) == 4
     for kind in MODELS:
-        row = printed["results"][f"templates, {kind}, 12 layers on 60x8"]
+        row = printed["results"][f"templates, {kind}, 12 layers on 40x8"]
         assert 0 < row["seconds"]["low"] <= row["seconds"]["high"]
         assert "optimal" in row["note"]
     kinds = {name for name in printed["results"] if name.startswith("after a failure: ")}

@@ -17,7 +17,13 @@ from holdfast.checkpoint.read import read_tensor
 from tests.checkpoint.layouts import LAYOUTS, blank, content, differences, leaves, logical, trained, view
 from tests.checkpoint.world import world
 
-PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
+# There and back is both ways: a pair the other way round makes the same two conversions in the other order.
+COVERED = pytest.mark.thorough("the pair the other way round makes the same conversions")
+PAIRS = [
+    pytest.param(a, b, id=f"{a}-{b}", marks=[COVERED] if first > second else [])
+    for first, a in enumerate(LAYOUTS)
+    for second, b in enumerate(LAYOUTS)
+]
 
 
 def carry(name: str, source: Path, target: Path) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # --- there and back -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a}-{b}" for a, b in PAIRS])
+@pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_there_and_back_keeps_every_bit(a: str, b: str, saved: Any, expected: dict[str, Any], tmp_path: Path) -> None:
     first = saved(a)
     assert differences(run(b, first, tmp_path / "there"), expected) == []

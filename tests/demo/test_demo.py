@@ -50,6 +50,23 @@ def test_pipelines_lose_a_worker_and_come_to_what_one_worker_comes_to(tmp_path: 
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_replicas_that_train_apart_lose_a_worker_and_end_equal(tmp_path: Path) -> None:
+    demo = run_demo("--sync", "--steps", "16", "--kills", "1", "--workers", "2", "--json", "--out", str(tmp_path))
+    assert demo.returncode == 0, demo.stderr
+    verdict = json.loads(demo.stdout.splitlines()[-1])
+    assert (verdict["kills"], verdict["sync"]["replicas_equal"], verdict["identical"]) == (1, True, False)
+    assert 0 < verdict["sync"]["synchronised"] < 16 + 2  # the first ten steps are together, and there is the end
+    assert verdict["sync"]["disturbed"]["loss"] > 0
+    assert "all replicas end with the same weights" in demo.stderr
+    assert "synchronised at every step, a worker sent " in demo.stderr
+
+
+def test_pipelines_have_no_replicas_that_could_train_apart() -> None:
+    demo = run_demo("--sync", "--pipeline")
+    assert demo.returncode == 2
+    assert "--pipeline or --sync" in demo.stderr
+
+
 def test_one_worker_cannot_be_killed() -> None:
     demo = run_demo("--workers", "1")
     assert demo.returncode == 2
@@ -66,6 +83,16 @@ def outcome(*, weights: str = "a", state: str = "b", straggler: str = "b", loss:
     """A run of two workers; the second one's state is ``straggler``."""
     results = [{"weights": weights, "state": state}, {"weights": weights, "state": straggler}]
     return Outcome(story=Story(steps=1, losses={0: loss}), results=results)
+
+
+def test_where_replicas_train_apart_they_must_end_equal() -> None:
+    settings = DemoSettings(steps=1, kills=0, sync=True)
+
+    def good(disturbed: Outcome) -> bool:
+        return Verdict(settings=settings, undisturbed=outcome(), disturbed=disturbed, picture=Path("x")).good
+
+    assert good(outcome(weights="c", state="d", straggler="d", loss=2.0))
+    assert not good(outcome(weights="c", state="d", straggler="e"))
 
 
 def same(disturbed: Outcome) -> bool:

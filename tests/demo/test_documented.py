@@ -46,7 +46,13 @@ def test_the_script_of_the_pipelines_page_comes_to_the_same_in_pipelines_and_in_
     assert together[-1] == f"[0.0] {alone[-1]}"
 
 
-@pytest.mark.parametrize("stages", ["stages=3", "stages=[3, 3, 4]"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param("stages=3", marks=pytest.mark.thorough("tests/faults/test_pipelines.py has numbers of stages")),
+        "stages=[3, 3, 4]",
+    ],
+)
 def test_what_the_readme_says_of_stages_is_possible(tmp_path: Path, stages: str) -> None:
     script = script_in("README.md", "memory=")
     assert stages in script

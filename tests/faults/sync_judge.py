@@ -155,22 +155,22 @@ def assert_nothing_lost(lives: dict[str, Life], rules: Rules, *, steps: int = ST
 
 def _judge(lives: dict[str, Life], rules: Rules, step: int, stayed: set[str]) -> None:
     """What became of the weights between the update that made it so many steps and the next one."""
-    moved = [w for w, life in lives.items() if life.moved(step)]
-    # Who is lost later may have been ahead of the others then, and have known nothing of their average.
-    came = {w: life for w, life in lives.items() if step in life.before and (w in stayed or w in moved)}
-    new = [worker for worker, life in came.items() if step not in life.after]
-    if not moved and not new:
-        return
-    if rules.overlap and moved and _is_late_average(lives, moved, step, rules.overlap):
+    # Who is lost later may have been ahead of the others, or alone with an average that nobody else has heard of.
+    came = {worker: life for worker, life in lives.items() if step in life.before and worker in stayed}
+    old = [worker for worker, life in came.items() if step in life.after]
+    moved = [worker for worker in old if lives[worker].moved(step)]
+    for worker in set(came) - set(old):
+        others = [life.before[step] for name, life in lives.items() if name != worker and step in life.before]
+        equal = [other for other in others if (other == came[worker].before[step]).all()]
+        assert equal or not others, f"{worker} came in after {step} steps with weights that nobody has"
+    if not moved or (rules.overlap and _is_late_average(lives, moved, step, rules.overlap)):
         return
     first = next(iter(came.values())).before[step]
     for worker, life in came.items():
         assert (life.before[step] == first).all(), f"after {step} steps {worker} differs from {next(iter(came))}"
-    if moved:
-        survivors = [worker for worker in came if worker not in new]
-        made = {worker: life.after[step] for worker, life in lives.items() if step in life.after}
-        sure = [] if rules.some else survivors
-        assert is_mean(first, made, sure), f"after {step} steps weights are no average that has all of {survivors}"
+    made = {worker: life.after[step] for worker, life in lives.items() if step in life.after}
+    sure = [] if rules.some else old
+    assert is_mean(first, made, sure), f"after {step} steps weights are no average that has all of {old}"
 
 
 def _is_late_average(lives: dict[str, Life], moved: list[str], step: int, lag: int) -> bool:

@@ -54,7 +54,13 @@ def test_each_worker_writes_its_share_once(tmp_path: Path) -> None:
     assert written == sum(read_tensor(catalogue, name).numel() for name in catalogue.tensors)
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (2, 4), (4, 2)])
+OTHER_NUMBERS = pytest.mark.thorough("from three to one and back is more and fewer, too")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(3, 1), (1, 3), pytest.param(2, 4, marks=OTHER_NUMBERS), pytest.param(4, 2, marks=OTHER_NUMBERS)],
+)
 def test_a_finished_run_goes_on_with_other_workers(tmp_path: Path, undisturbed, before: int, after: int) -> None:
     run(tmp_path, "a", workers=before, more={"STEPS": "7"})
     result = run(tmp_path, "b", workers=after)

@@ -179,7 +179,7 @@ def test_a_host_whose_link_comes_back_joins_again(
 def test_missing_layers_come_at_the_speed_of_the_link(tmp_path: Path) -> None:
     """Two of the three that hold the second stage are lost: another worker gets its layers over its link."""
     faults = "; ".join(f"kill worker={host}.1 step=5 phase=forward" for host in (1, 2))
-    environment = {"WIDTH": "1024", "STEPS": "12", "WANTED": "0", "STAGES": "2", "TOLERATE": "2"}
+    environment = {"WIDTH": "1024", "STEPS": "12", "WANTED": "0", "STAGES": "3,4", "TOLERATE": "2"}
     with machines(3, RATE) as limited:
         start_all(limited, tmp_path, HOLDFAST_FAULTS=faults, **environment)
         assert [limited.wait(machine) for machine in range(3)] == [0, 0, 0]

@@ -20,7 +20,7 @@ from holdfast.bench.race import free_port
 from holdfast.cluster.events import read_events
 from tests.harness import TRAIN, Result
 
-STEPS = 300  # 20 ms each until both hosts are there: time for the second to start
+STEPS = 120  # slow ones until the test is in a hurry: time for the second host to start
 
 
 def start_agent(
@@ -35,7 +35,10 @@ def start_agent(
         "OMP_NUM_THREADS": "1",
         "RESULTS": str(folder / "results.jsonl"),
         "STEPS": str(STEPS),
-        "WANTED": "4",
+        "WANTED": "99",
+        "PATIENT": "2",
+        "PAUSE": "0.25",
+        "HURRY": str(folder / "hurry"),
         **environment,
     }
     return subprocess.Popen(
@@ -45,6 +48,11 @@ def start_agent(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def hurry(folder: Path) -> None:
+    """All that was to be seen was seen: the other steps need not be slow."""
+    (folder / "hurry").touch()
 
 
 def collect(folder: Path, code: int) -> Result:
@@ -73,6 +81,7 @@ def test_two_agents_and_one_is_preempted(tmp_path: Path, undisturbed) -> None:
     wait_for_step(tmp_path, 1, 4)  # host 1 came in later, by itself
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 128 + signal.SIGTERM
+    hurry(tmp_path)
     assert first.wait(60) == 0
     result = collect(tmp_path, 0)
     assert result.sha256 == undisturbed(STEPS).sha256
@@ -88,21 +97,25 @@ def test_a_whole_host_is_killed(tmp_path: Path, undisturbed) -> None:
     second = start_agent(tmp_path, "second", *options)
     wait_for_step(tmp_path, 1, 4)
     second.kill()  # its workers notice that their agent is gone, and end
-    assert first.wait(60) == 0
-    assert collect(tmp_path, 0).sha256 == undisturbed(STEPS).sha256
     second.wait()
+    hurry(tmp_path)
+    assert first.wait(60) == 0
+    result = collect(tmp_path, 0)
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert {e["worker"] for e in result.of("failure")} == {"1.0", "1.1"}
 
 
 def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     options = ("-n", "1", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    first = start_agent(tmp_path, "first", *options, STEPS="100")
+    first = start_agent(tmp_path, "first", *options)
     wait_for_step(tmp_path, 1, 1)
     second = start_agent(tmp_path, "second", *options, token="guess")
     _, said = second.communicate(timeout=60)
     assert second.returncode == 2
     assert "wrong token" in said
     assert "HOLDFAST_TOKEN" in said
+    hurry(tmp_path)
     assert first.wait(60) == 0
 
 
@@ -152,6 +165,7 @@ def test_a_host_whose_traffic_vanishes(tmp_path: Path, undisturbed, hosts: list[
     second = start_agent(tmp_path, "second", *common, "--heartbeat-timeout", "1", inside=far)
     wait_for_step(tmp_path, 1, 4)
     _ip("-n", far, "link", "set", "hf0", "down")
+    hurry(tmp_path)
     assert first.wait(60) == 0
     second.send_signal(signal.SIGTERM)  # cut off from everybody, its workers cannot leave in order
     time.sleep(0.5)

@@ -14,14 +14,19 @@ import pytest
 from holdfast.cluster.agent import Agent
 from holdfast.cluster.events import read_events
 from tests.faults.test_sweep import assert_nothing_lost
-from tests.harness import count_events, launch, until
+from tests.harness import count_events, doomed_zygote, hurry, launch, until
 
 SLOW = {"STEPS": "60", "WANTED": "99"}  # 20 ms a step: time to be disturbed
+SLOWER = {**SLOW, "PATIENT": "4", "PAUSE": "0.5"}  # half a minute, unless there is a hurry: for a process to start
 
 
 async def training(agent: Agent, step: int = 3) -> None:
     path = agent.settings.log_dir / "events.jsonl"
     await until(lambda: path.exists() and count_events(agent, "commit", step=step))
+
+
+async def joined(agent: Agent, worker: str) -> None:
+    await until(lambda: count_events(agent, "entered", worker=worker))
 
 
 def kill_coordinator(agent: Agent) -> None:
@@ -50,7 +55,7 @@ def test_coordinator_and_worker_killed_together(tmp_path: Path, undisturbed, ord
         if order == "worker first":
             kill_coordinator(agent)
 
-    result = launch(tmp_path, environment=SLOW, meddle=meddle)
+    result = launch(tmp_path, environment=SLOW, meddle=meddle, heartbeat_timeout=1.5)
     assert_nothing_lost(result, undisturbed(60))
     assert {"0.0", "0.2"} <= {r["worker"] for r in result.results}
 
@@ -69,26 +74,24 @@ def test_a_hung_coordinator_stops_nobody(tmp_path: Path, undisturbed) -> None:
 
 
 def test_workers_outlive_the_zygote(tmp_path: Path, undisturbed) -> None:
-    """The harness's own zygote is for all tests; this run gets one to kill."""
-    from tests import harness
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        os.kill(zygote_of(agent), signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
+        await joined(agent, "0.3")
+        hurry(agent)
 
-    kept, harness._zygote[:] = harness._zygote[:], []
-    try:
-
-        async def meddle(agent: Agent) -> None:
-            await training(agent)
-            parent = int(Path(f"/proc/{agent.workers['0.0'].pid}/stat").read_text().split()[3])
-            os.kill(parent, signal.SIGKILL)
-            await asyncio.sleep(0.1)
-            os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
-
-        result = launch(tmp_path, environment={**SLOW, "STEPS": "150"}, meddle=meddle)
-    finally:
-        harness._zygote[:] = kept
+    with doomed_zygote():
+        result = launch(tmp_path, environment=SLOWER, meddle=meddle)
     assert result.code == 0
     assert result.of("zygote-restart")
     assert {"0.0", "0.2", "0.3"} <= {r["worker"] for r in result.results}, "the replacement came from a new one"
-    assert result.sha256 == undisturbed(150).sha256
+    assert result.sha256 == undisturbed(60).sha256
+
+
+def zygote_of(agent: Agent) -> int:
+    return int(Path(f"/proc/{agent.workers['0.0'].pid}/stat").read_text().split()[3])
 
 
 def test_sigterm_is_a_preemption_notice(tmp_path: Path) -> None:
@@ -198,6 +201,7 @@ def test_random_kills(tmp_path: Path, undisturbed, request: pytest.FixtureReques
                     victim = rng.choice(holders)
                     struck.add(victim.name)
                     os.kill(victim.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+            hurry(agent)
 
         result = launch(folder, workers=4, environment={**SLOW, "STEPS": "120"}, meddle=meddle, heartbeat_timeout=1.5)
         assert_nothing_lost(result, undisturbed(120))
@@ -254,36 +258,27 @@ def test_all_lost_after_a_coordinator_restart_is_not_a_new_begin(tmp_path: Path)
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_zygote_and_worker_lost_together(tmp_path: Path, undisturbed, blow: signal.Signals) -> None:
-    from tests import harness
+    async def meddle(agent: Agent) -> None:
+        await training(agent)
+        zygote = zygote_of(agent)
+        os.kill(zygote, signal.SIGSTOP)
+        os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
+        await asyncio.sleep(0.05)
+        os.kill(zygote, blow)
+        await joined(agent, "0.3")
+        hurry(agent)
 
-    kept, harness._zygote[:] = harness._zygote[:], []
-    try:
-
-        async def meddle(agent: Agent) -> None:
-            await training(agent)
-            zygote = int(Path(f"/proc/{agent.workers['0.0'].pid}/stat").read_text().split()[3])
-            os.kill(zygote, signal.SIGSTOP)
-            os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
-            await asyncio.sleep(0.05)
-            os.kill(zygote, blow)
-
-        result = launch(tmp_path, environment={**SLOW, "STEPS": "200"}, meddle=meddle, seconds=90)
-    finally:
-        harness._zygote[:] = kept
+    with doomed_zygote():
+        result = launch(tmp_path, environment=SLOWER, meddle=meddle, seconds=90)
     assert result.code == 0
-    assert result.sha256 == undisturbed(200).sha256
+    assert result.sha256 == undisturbed(60).sha256
     assert "0.3" in {r["worker"] for r in result.results}, "the lost one was replaced"
 
 
 def test_many_workers_with_a_large_environment_all_start(tmp_path: Path) -> None:
-    from tests import harness
-
     script = tmp_path / "script.py"
     script.write_text("print('here', flush=True)\n")
-    kept, harness._zygote[:] = harness._zygote[:], []
-    try:
+    with doomed_zygote(importing=True):
         result = launch(tmp_path, script=script, workers=30, environment={"LARGE": "x" * 20_000})
-    finally:
-        harness._zygote[:] = kept
     assert result.code == 0
     assert len(result.said) == 30

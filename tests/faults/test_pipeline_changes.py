@@ -23,7 +23,8 @@ from tests.faults.judge import (
 )
 from tests.harness import Hosts, count_events, launch_hosts, until
 
-STEPS = 24
+STEPS = 18
+PATIENT = {"PATIENT": "4", "PAUSE": "0.2"}  # time for a replacement to come
 
 
 async def training(agent: Agent, step: int = 3) -> None:
@@ -38,12 +39,14 @@ async def training(agent: Agent, step: int = 3) -> None:
         (6, "5,5", 2, {}),
         (4, "1", 1, {}),
         (5, "auto", 1, {"MEMORY": "260kB"}),
-        (7, "auto", 1, {"MEMORY": "200kB"}),
+        pytest.param(
+            *(7, "auto", 1, {"MEMORY": "200kB"}), marks=pytest.mark.thorough("with 260 kB there are uneven stages too")
+        ),
     ],
 )
 def test_only_what_is_missing_moves(tmp_path: Path, whole, workers: int, stages: str, tolerate: int, more) -> None:
     """One is lost, the survivors re-plan; one comes in its place, and they do again. Every byte is counted."""
-    more = {"WANTED": str(workers), "PATIENT": "4", **more}
+    more = {"WANTED": str(workers), **PATIENT, **more}
     faults = kill(["0.1"])
     result = train(tmp_path, workers=workers, stages=stages, tolerate=tolerate, steps=STEPS, faults=faults, **more)
     assert_same(result, whole(STEPS))
@@ -62,7 +65,7 @@ def test_only_what_is_missing_moves(tmp_path: Path, whole, workers: int, stages:
 )
 def test_kill_while_layers_are_copied(tmp_path: Path, whole, doomed: list[str], stages: str, tolerate: int) -> None:
     meddle = "; ".join(f"copying {worker}" for worker in doomed)
-    more = {"WANTED": "6", "PATIENT": "4", "MEDDLE": meddle}
+    more = {"WANTED": "6", **PATIENT, "MEDDLE": meddle}
     result = train(tmp_path, workers=6, stages=stages, tolerate=tolerate, steps=STEPS, faults=kill(["0.1"]), **more)
     assert_same(result, whole(STEPS))
     assert_nothing_twice(result)
@@ -71,7 +74,13 @@ def test_kill_while_layers_are_copied(tmp_path: Path, whole, doomed: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("workers", "stages", "leaver"), [(3, "5,5", "0.1"), (2, "5,5", "0.0"), (2, "5,5", "0.1"), (4, "3,4,3", "0.2")]
+    ("workers", "stages", "leaver"),
+    [
+        (3, "5,5", "0.1"),
+        (2, "5,5", "0.0"),
+        (4, "3,4,3", "0.2"),
+        pytest.param(2, "5,5", "0.1", marks=pytest.mark.thorough("of two, the first one leaves in another case")),
+    ],
 )
 def test_who_has_the_only_copy_hands_it_over_before_it_leaves(
     tmp_path: Path, whole, workers: int, stages: str, leaver: str
@@ -80,7 +89,7 @@ def test_who_has_the_only_copy_hands_it_over_before_it_leaves(
         await training(agent)
         agent.workers[leaver].ask_to_leave()
 
-    more = {"WANTED": "99"}
+    more = {"WANTED": "99", "PAUSE": "0.05"}
     result = train(tmp_path, workers=workers, stages=stages, tolerate=0, steps=STEPS, meddle=meddle, **more)
     assert_same(result, whole(STEPS))
     assert_nothing_twice(result)
@@ -103,7 +112,7 @@ def test_hosts_come_and_leave(tmp_path: Path, whole) -> None:
         await until(lambda: trains(hosts) == 4, 60)
         (tmp_path / "hurry").touch()
 
-    settings = {"STEPS": "100", "STAGES": "4,6", "TOLERATE": "1", "WANTED": "99", "PAUSE": "0.1"}
+    settings = {"STEPS": "80", "STAGES": "4,6", "TOLERATE": "1", "WANTED": "99", "PAUSE": "0.25"}
     result = launch_hosts(
         tmp_path,
         script=PIPELINE,
@@ -112,7 +121,7 @@ def test_hosts_come_and_leave(tmp_path: Path, whole) -> None:
         environment={**settings, "HURRY": str(tmp_path / "hurry")},
         heartbeat_timeout=HEARTBEAT,
     )
-    assert_same(result, whole(100))
+    assert_same(result, whole(80))
     assert_nothing_twice(result)
     assert not result.of("failure")
     assert {line["worker"][0] for line in result.results} == {"0", "2"}

@@ -59,8 +59,17 @@ def test_two_at_once_and_all_but_one(tmp_path: Path, undisturbed) -> None:
     assert_nothing_lost(result, undisturbed(STEPS))
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("phase", ["forward", "reduce", "vote"])
+OTHERS_HANG = pytest.mark.thorough("another worker hangs in the same phase")
+
+
+@pytest.mark.parametrize(
+    ("phase", "worker"),
+    [
+        pytest.param(phase, worker, marks=[] if number == place else [OTHERS_HANG])
+        for number, phase in enumerate(("forward", "reduce", "vote"))
+        for place, worker in enumerate(WORKERS)
+    ],
+)
 def test_hang(tmp_path: Path, undisturbed, phase: str, worker: str) -> None:
     faults = f"stop worker={worker} step=4 phase={phase}"
     result = launch(tmp_path, faults=faults, environment={"STEPS": str(STEPS)}, heartbeat_timeout=1.0)

@@ -63,11 +63,11 @@ def main() -> None:
         for _ in run.steps(int(setting("FIRST_LOOP", "0"))):
             pass
         run.evaluate(Waves())
-    wanted = int(setting("WANTED", "0"))  # slow down until so many workers train
+    wanted = int(setting("WANTED", "0"))  # slow down until so many workers train, or that file exists
     patient = int(setting("PATIENT", "0"))  # from this step on
     for step in run.steps(int(setting("STEPS", "10"))):
-        if step.number >= patient and step.workers != wanted and wanted:
-            time.sleep(0.02)
+        if step.number >= patient and step.workers != wanted and wanted and not os.path.exists(setting("HURRY", "")):
+            time.sleep(float(setting("PAUSE", "0.02")))
         if step.number % 7 == 6:
             run.evaluate(Waves())
         if step.number == int(setting("BREAK", "-1")):

@@ -53,7 +53,7 @@ def segments(system: str, trace: Trace, seed: int = 0) -> list[Segment]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trace=traces(), seed=st.integers(0, 9))
 def test_every_node_is_accounted_for_at_every_moment(system: str, trace: Trace, seed: int) -> None:
     found = segments(system, trace, seed)
@@ -72,7 +72,7 @@ def test_every_node_is_accounted_for_at_every_moment(system: str, trace: Trace, 
     assert math.isclose(outcome.used + outcome.idle + outcome.lost, trace.node_hours, abs_tol=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(trace=traces())
 def test_the_mean_over_placements_keeps_the_hours_and_nobody_beats_the_ideal(trace: Trace) -> None:
     best = judge("ideal", setting(trace)).samples_per_s
@@ -83,7 +83,7 @@ def test_the_mean_over_placements_keeps_the_hours_and_nobody_beats_the_ideal(tra
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(trace=traces())
 def test_the_same_twice(system: str, trace: Trace) -> None:
     assert judge(system, setting(trace)) == judge(system, setting(trace))
