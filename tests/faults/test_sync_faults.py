@@ -121,6 +121,7 @@ def test_a_joiner_waits_for_no_long_period(tmp_path: Path) -> None:
     trial = train(tmp_path, "LocalSGD(every=1000)", steps=150, faults=faults, **PATIENT)
     assert_survived(trial, "local", {"0.1"}, steps=150)
     assert min(trial.lives["0.3"].before) < 140
+    assert len(trial.result.of("generation")) <= 5, "all stop at the same place"
 
 
 @pytest.mark.parametrize("victim", ["0.2", "0.3"])
