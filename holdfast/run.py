@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from holdfast.cluster import faults
 from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
-from holdfast.cluster.group import Group, alone
+from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Membership, Solo
 from holdfast.data.fetch import Dataset
 from holdfast.data.order import Order
@@ -28,15 +28,14 @@ from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_wr
 from holdfast.engine.state import State
 from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
-from holdfast.plan.tree import tree_sum
 from holdfast.recovery.apart import Apart
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.copies import Together
-from holdfast.recovery.gather import gather_sha256, write_model
 from holdfast.recovery.log import LogSettings
 from holdfast.recovery.replay import Replayer
 from holdfast.recovery.saver import Saver, Settings
+from holdfast.results import Results
 from holdfast.script import Script
 from holdfast.script import Step as Step
 from holdfast.settings import (
@@ -188,6 +187,7 @@ class Run:
         self._wished = wishes.tolerate or 0  # what the user has asked for in so many words
         membership, device = _membership(f"{label}, {shape}"), self.engine.model.device
         self._cohort = Cohort(membership, self._arranger, device, self._events, resumable=self._saver is not None)
+        self._results = Results(self.engine, self._state, self._cohort, self._script, self._settle)
         faults.plan(membership.worker)
         _runs.append(self)
 
@@ -341,75 +341,22 @@ class Run:
         the evaluations it has missed between loops, so that its script decides as the others' did.
         """
         end_if_measured(self)
-        measure = measure or self.engine.loss
-        if self._cohort.group is None:  # before training: nobody to share with
-            self.engine.model.make_whole()
-            return tree_sum(self.engine.evaluate(dataset, measure, alone()))
-        self._settle("an evaluation", full=False)
-        attempt = partial(self.engine.evaluate, dataset, measure)
-        return self._once(Operation(kind=Kind.EVALUATION, attempt=attempt))
+        return self._results.evaluate(dataset, measure or self.engine.loss)
 
     def save_model(self, path: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors, whole or not at all.
 
         Every worker must call it; the first one writes, and if it is lost in the middle, the next.
         """
-
-        def attempt(group: Group) -> list[float]:
-            write_model(group, self.engine.model, self.engine.layout, Path(path))
-            return []
-
-        if not may_write(self, path):  # `holdfast profile`
-            return
-        if self._cohort.group is None:
-            write_model(None, self.engine.model, None, Path(path))
-        else:
-            self._settle("the model is saved", full=False)
-            self._once(Operation(kind=Kind.SAVE, attempt=attempt))
-
-    def _once(self, operation: Operation) -> float:
-        """Commits an operation unless it was committed before this worker joined.
-
-        A joiner's script runs through loops that are over without entering their bodies, so only what
-        comes after a loop has to be remembered for it.
-        """
-        key = self._script.next_key("operation")
-        if key in self._progress["results"]:
-            return float(self._progress["results"][key])
-        faults.at_step(self.step)
-        value = self._cohort.commit(operation)
-        if self._script.is_after_a_loop:
-            self._progress["results"][key] = value
-        return value
+        if may_write(self, path):  # not for `holdfast profile`
+            self._results.save_model(Path(path))
 
     def sha256(self, *, weights_only: bool = False) -> str:
         """The SHA-256 of weights and optimizer state: equal hashes, equal runs.
 
         Where workers hold parts of the model, every worker must call it.
         """
-        if self._cohort.group is None:
-            return self._state.sha256(weights_only=weights_only)
-        key = self._script.next_key("hash")  # not counted with the others: whole workers may ask alone
-        results = self._progress["results"]
-        if key not in results:
-            self._settle("a hash")
-            value = self._hash(weights_only)
-            if not self._script.is_after_a_loop:
-                return value
-            results[key] = value
-        return str(results[key])
-
-    def _hash(self, weights_only: bool) -> str:
-        if self.engine.layout.is_whole:
-            return self._state.sha256(weights_only=weights_only)
-        found: list[str] = []
-
-        def attempt(group: Group) -> list[float]:
-            found[:] = [gather_sha256(group, self._state, weights_only=weights_only)]
-            return []
-
-        self._cohort.commit(Operation(kind=Kind.HASH, attempt=attempt))
-        return found[0]
+        return self._results.sha256(weights_only=weights_only)
 
 
 _clients: list[Client] = []

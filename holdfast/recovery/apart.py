@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, aside
@@ -26,7 +28,7 @@ from holdfast.engine.state import State
 from holdfast.errors import Broken
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.cohort import Cohort, Kind, Operation
+from holdfast.recovery.cohort import Cohort, Kind, Operation, refuse_to_differ
 from holdfast.recovery.meeting import Meetings
 from holdfast.recovery.settle import Settlement
 from holdfast.sync.exchange import Ballots
@@ -297,7 +299,14 @@ class Apart:
         self._cast.clear()
         # Whoever has come from another generation must do the same as who was in the middle of a meeting.
         everything = full or self._changed
+        self._agree(group, 2 * self.step + everything)
         return [self._meetings.exchange(group, self.step, full=everything, changed=self._changed)]
+
+    def _agree(self, group: Group, mark: int) -> None:
+        """Before tensors travel: if sizes differ, Gloo ends the process."""
+        marks = torch.tensor([mark, mark**2], dtype=torch.float64, device=self._engine.model.device)
+        group.sum(marks)
+        refuse_to_differ(*marks.tolist(), group.size)
 
     def _adopt(self) -> None:
         staged = self._meetings.adopt(self.step)

@@ -61,6 +61,22 @@ class Operation:
         return self.kind + 16 * ((self.step or 0) % 2**16)
 
 
+def refuse_to_differ(marks: float, squares: float, size: int) -> None:
+    """From the sum of everybody's mark and the sum of their squares: whether some differ. If so, all see it.
+
+    >>> refuse_to_differ(7 + 7, 49 + 49, 2)
+    >>> refuse_to_differ(6 + 8, 36 + 64, 2)
+    Traceback (most recent call last):
+    holdfast.errors.UsageError: workers disagree on what comes next (call run.steps, evaluate, save_model and sha256 \
+on every worker, not only on the first)
+    """
+    if marks**2 != squares * size:
+        raise UsageError(
+            "workers disagree on what comes next",
+            hint="call run.steps, evaluate, save_model and sha256 on every worker, not only on the first",
+        )
+
+
 class Cohort:
     """This worker's view of the workers it trains with, and of what they have committed together."""
 
@@ -194,11 +210,7 @@ class Cohort:
         self._voted = operation
         self.group.vote(ballot)
         marks, squares, joining, leaving, *sums = ballot.tolist()
-        if marks**2 != squares * self.group.size:  # then and only then somebody's differs, and all see it
-            raise UsageError(
-                "workers disagree on what comes next",
-                hint="call run.steps, evaluate, save_model and sha256 on every worker, not only on the first",
-            )
+        refuse_to_differ(marks, squares, self.group.size)
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
         # Those who would stay cannot hold the model: better all save and end than some for nothing.

@@ -12,18 +12,8 @@ from holdfast.cluster.group import Group
 from holdfast.recovery.reports import GroupRanks
 from holdfast.sync.exchange import Averaging
 from holdfast.sync.policy import Decision, Policy
-from holdfast.sync.replica import Replica
+from holdfast.sync.replica import Pending, Replica
 from holdfast.sync.ssp import SSP, Pushes, heirs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """An exchange that runs beside the training: what it is of, and after which step its result is added."""
-
-    averaging: Averaging
-    snapshot: list[torch.Tensor]
-    due: int
-    decision: Decision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +15,7 @@ from holdfast.errors import UsageError
 from holdfast.sync.exchange import Averaging, Ballots, Packed
 from holdfast.sync.peers import AVERAGE_TAG, DISTANCE_TAG, Peers, TorchPeers
 from holdfast.sync.policy import Context, Decision, Policy
-from holdfast.sync.replica import Replica
+from holdfast.sync.replica import Pending, Replica
 from holdfast.sync.report import Report, Totals, report_of
 from holdfast.sync.ssp import SSP, Pushes
 
@@ -49,16 +48,6 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise UsageError("the optimizer has parameters that are not the model's", hint="one model for all of them")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pending:
-    """An exchange that runs beside the training, and after which step its result is added."""
-
-    averaging: Averaging
-    snapshot: list[torch.Tensor]
-    due: int
-    decision: Decision
-
-
 class Loop:
     """Inside the ``with``, ``optimizer.step()`` is one of this replica under the policy.
 
@@ -85,7 +74,7 @@ class Loop:
         )
         self._ballots, self._distances = Ballots(peers), Ballots(peers, DISTANCE_TAG)
         self._cast: deque[int] = deque()  # steps whose ballots are under way
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._pushes: Pushes | None = None
         self._prepared: Report | None = None  # what has been done before the update in hand
         self._ready = False  # whether it has
@@ -230,13 +219,13 @@ class Loop:
         self.totals.count(self.last, sent=self.sent, step=False)
         return self.last
 
-    def _begin(self, decision: Decision, *, full: bool, overlap: int = 0) -> _Pending:
+    def _begin(self, decision: Decision, *, full: bool, overlap: int = 0) -> Pending:
         shares = None if full else self._policy.shares(self.step, self._peers.size, self._replica.context)
         snapshot = self._replica.contribution(full=full)
         averaging = Averaging(self._peers, snapshot, shares, beside=overlap > 0)
-        return _Pending(averaging=averaging, snapshot=snapshot, due=self.step + overlap, decision=decision)
+        return Pending(averaging=averaging, snapshot=snapshot, due=self.step + overlap, decision=decision)
 
-    def _take_over(self, pending: _Pending, *, full: bool = False) -> Report:
+    def _take_over(self, pending: Pending, *, full: bool = False) -> Report:
         self._ballots.drop()  # what is under way is of before
         self._cast.clear()
         mean = pending.averaging.finish()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.exchange import Packed
+from holdfast.sync.exchange import Averaging, Packed
 from holdfast.sync.policy import Context, Decision, Policy
 
 OUTER = "outer_momentum"  # DiLoCo's, kept with the optimizer's own state: checkpoints and joiners have it from there
@@ -23,6 +23,16 @@ class _Slot:
     key: str
     tensor: torch.Tensor
     made: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """An exchange that runs beside the training: what it is of, and after which step its result is added."""
+
+    averaging: Averaging
+    snapshot: list[torch.Tensor]
+    due: int
+    decision: Decision
 
 
 class Replica:
