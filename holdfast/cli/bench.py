@@ -146,3 +146,22 @@ def replay(
 
     sizes = bench.Sizes(steps=bench.parse_steps(steps))
     _finish("replay", bench.race(rounds=rounds, say=_say, sizes=sizes), bench.COLUMNS, json)
+
+
+@app.command()
+def sync(
+    quick: Annotated[bool, typer.Option("--quick", help="A few minutes, to see that it works.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that are still missing.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Look for learning rates instead, without any limit.")] = False,
+    json: Json = False,
+) -> None:
+    """When replicas talk, at 20 to 1000 Mbit: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo, SelSync. Drawn."""
+    if tune:
+        from holdfast.bench import sync_tune
+
+        sync_tune.tune(say=_say)
+        return
+    from holdfast.bench import sync as bench
+
+    name = "sync-quick" if quick else "sync"
+    _finish(name, bench.race(quick=quick, resume=resume, say=_say), bench.COLUMNS, json)

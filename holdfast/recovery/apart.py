@@ -71,6 +71,7 @@ class Apart:
         self._cast: deque[int] = deque()  # steps whose ballots are under way
         self._meetings = Meetings(policy, self.replica, model.device)
         self._meet_at: int | None = None  # after a change of generation: the step of who is furthest ahead
+        self._begun = False  # this replica has got a state to train from
         self._loss = 0.0
         cohort.on_enter = self._enter
 
@@ -84,7 +85,9 @@ class Apart:
         progress, group = self._state.progress, self._cohort.group
         assert group is not None
         begins = settlement.begins is not None
-        if begins or generation.workers[group.rank] in settlement.newcomers:
+        # Who got the state in a generation that broke before this was called is no newcomer in the next one.
+        if begins or generation.workers[group.rank] in settlement.newcomers or not self._begun:
+            self._begun = True
             known = progress.get("sync", {}).get("state")
             self.replica.begin(self.step, known)
             progress["sync"] = {"step": self.step, "full": True, "state": self.replica.tracker.state()}
@@ -306,7 +309,8 @@ class Apart:
         """Before tensors travel: if sizes differ, Gloo ends the process."""
         marks = torch.tensor([mark, mark**2], dtype=torch.float64, device=self._engine.model.device)
         group.sum(marks)
-        refuse_to_differ(*marks.tolist(), group.size)
+        total, squares = marks.tolist()
+        refuse_to_differ(total, squares, group.size)
 
     def _adopt(self) -> None:
         staged = self._meetings.adopt(self.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-FEW = 8  # observations that the first threshold is made from
+FEW = 8  # observations that the first threshold is made from at least
 GAIN = 0.5  # more: goes with the signal faster. Less: picks the highest signals better.
 PULL = 0.125  # how fast what was missed is made up for; about as much as does not swing
 MOST = 4.0  # synchronisations that are made up for at most
@@ -34,9 +34,11 @@ class Threshold:
 
     def __init__(self, target: float) -> None:
         self._target = target
+        # A signal may rise from one synchronisation to the next: it is watched for as long as that is to take.
+        self._few = max(FEW, math.ceil(1 / target))
         self._value = LOWEST
         self._missed = 0.0  # synchronisations that there should have been and were not
-        self._seen = 0  # how many signals, up to FEW
+        self._seen = 0  # how many signals, as long as they are few
         self._step = -1  # the last one that was decided; -1: none yet
 
     @property
@@ -44,11 +46,11 @@ class Threshold:
         return self._value
 
     def reached(self, signal: float) -> bool:
-        return self._seen >= FEW and signal >= self._value
+        return self._seen >= self._few and signal >= self._value
 
     def follow(self, step: int, signal: float, *, hit: bool) -> None:
         """Takes in what came of a step. ``hit``: replicas synchronise, for whatever reason."""
-        if self._seen < FEW:
+        if self._seen < self._few:
             self._begin(step, signal)
             return
         if math.isnan(signal) or (signal <= 0 and not hit):

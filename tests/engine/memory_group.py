@@ -111,6 +111,7 @@ class MemoryGroup:
         self.rank = rank
         self.size = network.size
         self.network = network
+        self.bytes = 0
         self._sent: list[Letter] = []
 
     def check(self) -> None:
@@ -149,6 +150,7 @@ class MemoryGroup:
 
     def send(self, sends: Sequence[Transfer]) -> list[Letter]:
         assert all(peer != self.rank for peer, _, _ in sends)
+        self.bytes += sum(tensor.nbytes for _, tensor, _ in sends)
         return [self.network.put(self.rank, peer, tag, tensor) for peer, tensor, tag in sends]
 
     def keep(self, works: Sequence[Letter]) -> None:

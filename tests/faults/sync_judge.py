@@ -202,10 +202,10 @@ def assert_nothing_lost_by_a_server(trial: Trial) -> None:
     updates = {w: [np.array(u["after"]) - np.array(u["before"]) for u in us] for w, us in trial.of("update").items()}
     stayed = {line["worker"] for line in trial.result.results}
     columns = np.array([update for own in updates.values() for update in own]).T
-    if np.linalg.matrix_rank(columns) < columns.shape[1]:
-        assert columns.shape[1] > 100, "a short run's updates are told apart"
-        return
     final = np.array(trial.result.results[0]["count"])
+    if np.linalg.matrix_rank(columns) < columns.shape[1]:  # four workers share three micro-batches, or it was long
+        assert trial.result.of("failure") or abs(final.sum() - trial.result.results[0]["steps"]) < CLOSE
+        return
     weights, *_ = np.linalg.lstsq(columns, final, rcond=None)
     assert np.abs(columns @ weights - final).max() < 1e-6, "the final weights are no sum of updates"
     for worker, own in updates.items():

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from holdfast.cluster.group import Group
+from holdfast.recovery.arrange import Arranger
 from holdfast.sync import exchange
 from holdfast.sync.replica import Replica
 
@@ -54,4 +56,22 @@ def _forgetful() -> None:
     Replica.contribution = wrong  # type: ignore[assignment]
 
 
-FLAWS: dict[str, Callable[[], None]] = {"deaf": _deaf, "greedy": _greedy, "forgetful": _forgetful}
+def _interrupted() -> None:
+    """No flaw, but bad luck: the generation ends just when this worker has got the state that it came for."""
+    provide = Arranger.provide
+
+    def once(self: Arranger, group: Group, *rest: Any) -> Any:
+        Arranger.provide = provide  # type: ignore[method-assign]
+        provide(self, group, *rest)
+        group.abort("the generation ends while the state comes in")
+        group.check()
+
+    Arranger.provide = once  # type: ignore[method-assign]
+
+
+FLAWS: dict[str, Callable[[], None]] = {
+    "deaf": _deaf,
+    "greedy": _greedy,
+    "forgetful": _forgetful,
+    "interrupted": _interrupted,
+}
