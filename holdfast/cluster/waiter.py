@@ -8,6 +8,7 @@ memory that was to be filled; the socket is closed, so nothing is written there 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -21,6 +22,7 @@ TICK = 0.02  # seconds between looks at whether it is over
 GRACE = 0.1  # seconds after the end in which a receive that was not forgotten has failed
 
 _idle: deque[_Waiter] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's: a child would wait for nobody
 
 
 def wait_for(works: Iterable[Any], *, failed: Callable[[Exception], None], over: Callable[[], bool]) -> None:

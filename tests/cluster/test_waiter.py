@@ -127,3 +127,20 @@ def test_control_gloo_itself_never_tells() -> None:
         with pytest.raises(RuntimeError):
             work.wait(timedelta(seconds=2))
         assert time.monotonic() - begin > 1.5
+
+
+def test_a_forked_process_has_waiters_of_its_own() -> None:
+    """The parent's idle one is there after a fork, but not its thread."""
+    wait_for([Done()], failed=lambda error: None, over=lambda: False)  # leaves one that is idle
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        wait_for([Done()], failed=lambda error: None, over=lambda: False)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Done:
+    def wait(self, timeout: timedelta) -> None:
+        """It has come."""

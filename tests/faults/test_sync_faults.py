@@ -23,7 +23,7 @@ from tests.faults.sync_judge import (
     times_apart,
     train,
 )
-from tests.harness import count_events, until
+from tests.harness import Meddler, count_events, until
 
 # At a step of training, or (None) when the phase first comes: with the first synchronisation.
 STEP_PHASES = ["data", "forward", "backward", "update"]
@@ -119,9 +119,9 @@ def test_a_replacement_starts_from_the_average(tmp_path: Path, changed: str) -> 
 def test_a_joiner_waits_for_no_long_period(tmp_path: Path) -> None:
     """The next average would be after a thousand steps of 20 ms: joiners are let in before."""
     faults = "kill worker=0.1 step=3 phase=forward"
-    trial = train(tmp_path, "LocalSGD(every=1000)", steps=150, faults=faults, **PATIENT)
-    assert_survived(trial, "local", {"0.1"}, steps=150)
-    assert min(trial.lives["0.3"].before) < 140
+    trial = train(tmp_path, "LocalSGD(every=1000)", steps=110, faults=faults, **PATIENT)
+    assert_survived(trial, "local", {"0.1"}, steps=110)
+    assert min(trial.lives["0.3"].before) < 100
     assert len(trial.result.of("generation")) <= 5, "all stop at the same place"
 
 
@@ -142,7 +142,7 @@ def test_a_joiner_whose_first_generation_breaks(tmp_path: Path, period: str) -> 
     assert "0.3" in {line["worker"] for line in trial.result.results}
 
 
-def leaving(worker: str, at: int):
+def leaving(worker: str, at: int) -> Meddler:
     async def meddle(agent: Agent) -> None:
         path = agent.settings.log_dir / "events.jsonl"
         await until(lambda: path.exists() and count_events(agent, "commit", step=at, worker=worker))
@@ -154,26 +154,26 @@ def leaving(worker: str, at: int):
 
 def test_a_leaver_leaves_its_steps_behind(tmp_path: Path, changed: str) -> None:
     """It goes right after an average: whatever it has done since the last one is in it."""
-    trial = train(tmp_path, changed, steps=60, meddle=leaving("0.1", 4), WANTED=2)
-    assert_good_end(trial, steps=60)
+    trial = train(tmp_path, changed, steps=40, meddle=leaving("0.1", 4), WANTED=2)
+    assert_good_end(trial, steps=40)
     assert not trial.result.of("failure")
     assert {line["worker"] for line in trial.result.results} == {"0.0", "0.2"}
     if changed == "ssp":
-        assert sum(trial.result.results[0]["count"]) == pytest.approx(60)
+        assert sum(trial.result.results[0]["count"]) == pytest.approx(40)
         return
     lives = trial.lives
-    assert_nothing_lost(lives, Rules.of(changed), steps=60)
+    assert_nothing_lost(lives, Rules.of(changed), steps=40)
     last = max(lives["0.1"].after)
-    assert last < 60
+    assert last < 40
     mean = sum(lives[worker].after[last] for worker in ("0.0", "0.1", "0.2")) / 3
     assert abs(lives["0.0"].before[last] - mean).max() < 1e-9, "the leaver's steps are in the average"
 
 
 def test_one_joiner_after_the_other(tmp_path: Path) -> None:
     faults = "kill worker=0.1 step=3 phase=forward; kill worker=0.2 step=9 phase=forward"
-    trial = train(tmp_path, "LocalSGD(every=1000)", steps=150, faults=faults, **PATIENT)
-    assert_good_end(trial, steps=150, finish=["0.0", "0.3", "0.4"])
-    assert_nothing_lost(trial.lives, Rules(), steps=150)
+    trial = train(tmp_path, "LocalSGD(every=1000)", steps=110, faults=faults, **PATIENT)
+    assert_good_end(trial, steps=110, finish=["0.0", "0.3", "0.4"])
+    assert_nothing_lost(trial.lives, Rules(), steps=110)
 
 
 def test_everybody_is_asked_to_leave_and_comes_back(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_everybody_is_asked_to_leave_and_comes_back(tmp_path: Path) -> None:
         await until(lambda: path.exists() and count_events(agent, "commit", step=4, worker="0.1"))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    first = train(tmp_path / "a", "LocalSGD(every=1000)", steps=150, meddle=meddle, WANTED=99, **saved)
+    first = train(tmp_path / "a", "LocalSGD(every=1000)", steps=60, meddle=meddle, WANTED=99, **saved)
     assert first.result.code == 128 + signal.SIGTERM
     assert not first.result.of("failure")
     last = {max(life.after) for life in first.lives.values()}
     assert len(last) == 1, f"all left at the same step: {last}"
-    second = train(tmp_path / "b", "LocalSGD(every=1000)", steps=150, **saved)
-    assert_good_end(second, steps=150)
+    second = train(tmp_path / "b", "LocalSGD(every=1000)", steps=60, **saved)
+    assert_good_end(second, steps=60)
     begin = {min(life.before) for life in second.lives.values()}
     assert begin == last
     mean = sum(life.after[min(last)] for life in first.lives.values()) / 3
@@ -199,10 +199,10 @@ def test_everybody_is_asked_to_leave_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_leaver_waits_for_no_long_period(tmp_path: Path) -> None:
-    trial = train(tmp_path, "LocalSGD(every=1000)", steps=150, meddle=leaving("0.1", 4), WANTED=2)
-    assert_good_end(trial, steps=150)
+    trial = train(tmp_path, "LocalSGD(every=1000)", steps=60, meddle=leaving("0.1", 4), WANTED=2)
+    assert_good_end(trial, steps=60)
     assert {line["worker"] for line in trial.result.results} == {"0.0", "0.2"}
-    assert max(trial.lives["0.1"].after) < 140
+    assert max(trial.lives["0.1"].after) < 50
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------

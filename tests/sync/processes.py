@@ -33,6 +33,7 @@ def _fork(rank: int, size: int, work: Callable[[int], Any], folder: Path, second
     child = os.fork()
     if child:
         return child
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest's
     signal.alarm(seconds)  # ends a process that hangs
     code = 1
     try:
