@@ -68,6 +68,7 @@ bench: setup formats
 	$(BIN)/holdfast bench log
 	$(BIN)/holdfast bench replay
 	$(BIN)/holdfast bench undo
+	$(BIN)/holdfast bench sync
 
 clean:
 	rm -rf .venv .bench holdfast-logs holdfast-demo
