@@ -70,7 +70,7 @@ BOUNDED = {
         name=f"SelSync, variance {delta:g}, overlapped",
         kind="SelSync",
         tuned_as="variance overlapped",
-        settings={"delta": delta, "wait": False, "signal": "replica-variance", "overlap": OVERLAP},
+        settings={"delta": delta, "wait": False, "min_gap": 50, "signal": "replica-variance", "overlap": OVERLAP},
     )
     for task, delta in (("gpt", 0.003), ("digits", 0.25))
 }
@@ -118,9 +118,9 @@ class Turn:
 
 
 FULL = (
-    Contest(task="gpt", split="iid", rate=20, seeds=3, methods=(*MOST, BOUNDED["gpt"]), once=ONCE),
+    Contest(task="gpt", split="iid", rate=20, seeds=2, methods=(*MOST, BOUNDED["gpt"]), once=ONCE),
     Contest(task="digits", split="iid", rate=20, seeds=3, methods=(*MOST, BOUNDED["digits"]), once=ONCE),
-    Contest(task="digits", split="labels", rate=20, seeds=3, methods=SOME),
+    Contest(task="digits", split="labels", rate=20, seeds=2, methods=SOME),
     Contest(task="digits", split="labels, injected", rate=20, seeds=1, methods=(BSP, LOCAL[5], VARIANCE, DENSE)),
     Contest(task="digits", split="own chunks", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS, OVERLAPPED)),
     Contest(task="gpt", split="iid", rate=100, seeds=1, methods=FEW),

@@ -210,7 +210,7 @@ class Apart:
     # --- ballots ---------------------------------------------------------------------------------
 
     def _cast_ballot(self, number: int, ballot: list[float]) -> None:
-        if self.replica.tracker.ballot:
+        if ballot:
             assert self._ballots is not None
             self._ballots.cast(number, ballot)
             self._cast.append(number)

@@ -20,6 +20,7 @@ from holdfast.sync.report import Report, Totals, report_of
 from holdfast.sync.ssp import SSP, Pushes
 
 CPU = torch.device("cpu")  # Gloo sends from there
+NOTHING = Decision(synchronise=False, reason="nothing to decide on")
 
 
 def around(
@@ -140,12 +141,12 @@ class Loop:
             self._prepared = self._average_gradients(Decision(synchronise=True, reason="all make this step together"))
             return
         ballot = self._replica.observe(self.step)
-        if self._pending is None and self._replica.tracker.ballot:
+        if self._pending is None and ballot:
             self._ballots.cast(self.step, ballot)
             self._cast.append(self.step)
         if self._policy.aggregate == "gradients":
             decision = self._decision(self.step)
-            assert decision is not None, "gradients cannot wait"
+            decision = decision or NOTHING
             self._prepared = self._average_gradients(decision) if decision.synchronise else report_of(decision, False)
         if isinstance(self._policy, SSP) and self._pushes is None:
             self._pushes = Pushes(self._peers, self._replica.parameters, staleness=self._policy.staleness)
@@ -178,8 +179,7 @@ class Loop:
                 return report_of(self._pending.decision, False, "the exchange runs beside the next steps")
             return self._take_over(self._pending)
         decision = self._decision(self.step - 1)
-        if decision is None:
-            return Report(synchronised=False, reason="nothing to decide on yet")
+        decision = decision or NOTHING
         if not decision.synchronise:
             return report_of(decision, False)
         if self._policy.overlap:

@@ -47,7 +47,10 @@ class Tracker(Protocol):
     ballot: int  # how many numbers it tells the others at each step apart; 0: nothing is exchanged
 
     def observe(self, step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
-        """Before the update, with unclipped gradients in ``grad``: this replica's ballot."""
+        """Before the update, with unclipped gradients in ``grad``: this replica's ballot.
+
+        Empty if nothing is to be told after this step, which must be so on all replicas.
+        """
 
     def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
         """From the ballots of all, added up: whether to synchronise. Called once a step apart, in order."""

@@ -129,6 +129,9 @@ class Signal(Protocol):
 
     def measure(self, parameters: Sequence[torch.Tensor]) -> list[float]: ...
 
+    def pass_by(self, parameters: Sequence[torch.Tensor]) -> None:
+        """At a step at which nobody asks for it."""
+
     def read(self, sums: Sequence[float], workers: int) -> float: ...
 
     def over(self, sums: Sequence[float], workers: int) -> str | None: ...
@@ -152,7 +155,15 @@ class Selective:
         self.ballot = 0 if policy.delta == math.inf else self._signal.ballot
 
     def observe(self, step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
-        return self._signal.measure(parameters) if self.ballot else []
+        if self.ballot and self._apart(step) >= self._policy.min_gap:
+            return self._signal.measure(parameters)
+        if self.ballot:  # whatever it were, nothing would come of it: replicas need not wait for each other
+            self._signal.pass_by(parameters)
+        return []
+
+    def _apart(self, step: int) -> int:
+        """For how many steps replicas will have been apart when they act on what they find at this one."""
+        return step + 1 + (self._policy.delay if self.ballot else 0) - self._last
 
     def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
         signal = self._signal.read(sums, workers) if self.ballot else None
@@ -166,8 +177,7 @@ class Selective:
 
     def _why(self, step: int, signal: float | None, sums: Sequence[float], workers: int) -> str | None:
         """Why replicas synchronise; None: they do not."""
-        delay = self._policy.delay if self.ballot else 0
-        apart = step + 1 + delay - self._last  # when it is acted on
+        apart = self._apart(step)
         if apart < self._policy.min_gap:
             return None
         if signal is not None and math.isnan(signal):

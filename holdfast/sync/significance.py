@@ -107,6 +107,10 @@ class GradientChange:
         change = self._change.next(squared_norm(parameters), self.smoothing)
         return [change, float(self._delta is not None and change >= self._delta)]
 
+    def pass_by(self, parameters: Sequence[torch.Tensor]) -> None:
+        """What comes next is compared with this one too."""
+        self.measure(parameters)
+
     @property
     def smoothing(self) -> float:
         if self._smoothing is not None:

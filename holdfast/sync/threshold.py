@@ -34,11 +34,9 @@ class Threshold:
 
     def __init__(self, target: float) -> None:
         self._target = target
-        # A signal may rise from one synchronisation to the next: it is watched for as long as that is to take.
-        self._few = max(FEW, math.ceil(1 / target))
         self._value = LOWEST
         self._missed = 0.0  # synchronisations that there should have been and were not
-        self._seen = 0  # how many signals, as long as they are few
+        self._seen = 0  # how many signals, up to FEW
         self._step = -1  # the last one that was decided; -1: none yet
 
     @property
@@ -46,11 +44,11 @@ class Threshold:
         return self._value
 
     def reached(self, signal: float) -> bool:
-        return self._seen >= self._few and signal >= self._value
+        return self._seen >= FEW and signal >= self._value
 
     def follow(self, step: int, signal: float, *, hit: bool) -> None:
         """Takes in what came of a step. ``hit``: replicas synchronise, for whatever reason."""
-        if self._seen < self._few:
+        if self._seen < FEW:
             self._begin(step, signal)
             return
         if math.isnan(signal) or (signal <= 0 and not hit):
@@ -66,7 +64,8 @@ class Threshold:
         if 0 < signal < math.inf:
             highest = 2 * self._value if self._seen else signal
             self._value = min(max(signal, 0.8 * self._value, LOWEST), highest, HIGHEST)
-            self._seen += 1
+            # A signal may rise from one synchronisation to the next: it is watched for as long as that is to take.
+            self._seen += self._seen < FEW - 1 or (step + 1) * self._target >= 1
             self._step = step
 
     def state(self) -> list[float]:

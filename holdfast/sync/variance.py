@@ -123,6 +123,9 @@ class ReplicaVariance:
         sketch = [scale * number for number in self._sketch(self._parts)]
         return [self._length, sum(number * number for number in sketch), *sketch]
 
+    def pass_by(self, parameters: Sequence[torch.Tensor]) -> None:
+        """It has no memory."""
+
     def read(self, sums: Sequence[float], workers: int) -> float:
         """The estimate; nan if a replica's parameters are not finite."""
         length, squares, *sketch = (number / workers for number in sums)

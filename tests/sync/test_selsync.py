@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,9 @@ class Cohort:
                 ballots.append(tracker.observe(step, [parameter]))
                 with torch.no_grad():
                     parameter -= self.rate * parameter.grad
-            self._ballots[step] = [sum(column) for column in zip(*ballots, strict=True)]
+            if all(ballots) or not self.trackers[0].ballot:
+                self._ballots[step] = [sum(column) for column in zip(*ballots, strict=True)]
+            assert all(ballots) or not any(ballots), "some tell, and some do not"
             self._decide(step)
         return self
 
@@ -283,3 +286,19 @@ def test_delays() -> None:
 def test_bad_settings_are_refused(make: type[Policy], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make()
+
+
+@pytest.mark.parametrize("signal", ["gradient-change", "replica-variance"])
+@pytest.mark.parametrize("wait", [False, True])
+def test_nobody_is_asked_while_it_would_be_too_soon(signal: Any, wait: bool) -> None:
+    """Replicas need not wait for each other then; and the decisions are those of who is always asked."""
+    policy = SelSync(target=0.05, min_gap=8, signal=signal, wait=wait)
+    cohort = Cohort(policy).run(range(200), noisy(5, spread=1.0))
+    assert cohort.synchronised
+    for done in cohort.synchronised:
+        parameters = [cohort.parameters[0]]
+        tracker = policy.tracker(Context())
+        tracker.synchronised(done, parameters)
+        asked = [step for step in range(done, done + 20) if tracker.observe(step, parameters)]
+        assert asked[0] == done + 7 - policy.delay
+        assert asked == list(range(asked[0], done + 20))
