@@ -168,7 +168,8 @@ def bars_of(outcomes: Sequence[Outcome], rate: int = 20) -> dict[str, Bar]:
 
 
 def _bars(task: Task, methods: dict[str, list[Outcome]]) -> dict[str, Bar]:
-    kinds = {name: runs[0].run.kind for name, runs in methods.items()}
+    seeds = len(methods[BSP.name])  # what has run with one of them is no match
+    kinds = {name: runs[0].run.kind for name, runs in methods.items() if len(runs) == seeds}
     plain = [n for n, kind in kinds.items() if kind == "LocalSGD" and "matched" not in n and "overlap" not in n]
     local = best([standing(task, methods, name) for name in plain], task)
     against = local.name if local else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -156,6 +157,7 @@ def sync(
     json: Json = False,
 ) -> None:
     """When replicas talk, at 20 to 1000 Mbit: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo, SelSync. Drawn."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the namespaces are taken down
     if tune:
         from holdfast.bench import sync_tune
 
