@@ -44,7 +44,7 @@ class Syncs:
     def text(self, step: int) -> str:
         """
         >>> Syncs(number=2, sent={"0.0": 3_000_000}, distance=0.25).text(20)
-        'synchronised 2 times in 20 steps, 3.00 MB sent, replicas 0.25 apart'
+        'synchronised 2 times in 20 steps, 3 MB sent, replicas 0.25 apart'
         """
         sent = size_text(sum(self.sent.values()))
         return f"synchronised {self.number} times in {step} steps, {sent} sent, replicas {self.distance:.2f} apart"
