@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.data.partition import Partition, check_place, whole
+from holdfast.checks import whole
+from holdfast.data.partition import Partition, check_place
 from holdfast.engine.rng import seed_of
 from holdfast.errors import UsageError
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.checks import whole
 from holdfast.data.order import Numbers
 from holdfast.data.permute import permuted
 from holdfast.engine.rng import seed_of
@@ -36,7 +37,18 @@ class Partition(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelDP:
+class _Chunks:
+    """Of data that are shuffled once, as many as there are workers."""
+
+    size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole("size", self.size, least=1)
+        whole("seed", self.seed, least=0)
+
+
+class SelDP(_Chunks):
     """Everyone reads everything, but never the same at the same time (SelSync's partitioning).
 
     The data, shuffled once, are as many chunks as there are workers, and worker n reads chunks n, n+1, … in turn.
@@ -51,13 +63,6 @@ class SelDP:
     [0, 1, 2, 3, 4, 5]
     """
 
-    size: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        whole("size", self.size, least=1)
-        whole("seed", self.seed, least=0)
-
     def samples(self, step: int, worker: int, *, workers: int, batch: int) -> list[int]:
         """The ``batch`` sample numbers that this worker reads at this step."""
         check_place(self.size, step, worker, workers, batch)
@@ -65,21 +70,13 @@ class SelDP:
         return _chunk(self, (worker + turn) % workers, workers, turn, positions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DefDP:
+class DefDP(_Chunks):
     """Each worker only ever reads its own chunk of the data, which are shuffled once: the usual way, to compare with.
 
     >>> data = DefDP(size=6)
     >>> sorted(data.samples(0, 0, workers=2, batch=3)) == sorted(data.samples(1, 0, workers=2, batch=3))
     True
     """
-
-    size: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        whole("size", self.size, least=1)
-        whole("seed", self.seed, least=0)
 
     def samples(self, step: int, worker: int, *, workers: int, batch: int) -> list[int]:
         """The ``batch`` sample numbers that this worker reads at this step."""
@@ -179,12 +176,6 @@ def check_place(size: int, step: int, worker: int, workers: int, batch: int) -> 
         raise UsageError(f"worker={worker} is none of {workers} workers", hint="workers are counted from 0")
     if size < workers:
         raise UsageError(f"{size} samples cannot be parted among {workers} workers", hint="each needs one at least")
-
-
-def whole(name: str, value: object, *, least: int) -> None:
-    """Refuses what is no whole number, or too small."""
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}={value!r} is no whole number from {least} on")
 
 
 def _positions(step: int, batch: int, *, longest: int) -> tuple[int, Numbers]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from holdfast.checks import between, whole
 from holdfast.sync.periodic import Periodic
-from holdfast.sync.policy import Context, Policy, between, whole
+from holdfast.sync.policy import Context, Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.checks import between, whole
 from holdfast.engine.rng import seed_of
 from holdfast.errors import UsageError
-from holdfast.sync.policy import Context, Decision, Policy, between, whole
+from holdfast.sync.policy import Context, Decision, Policy
 
 
 class Periodic:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import nn
 
+from holdfast.checks import one_of, whole
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -116,28 +117,6 @@ class Policy(ABC):
         from holdfast.sync.loop import around  # only who has such a loop needs it
 
         return around(self, model, optimizer, group=group, seed=seed, steps_per_epoch=steps_per_epoch)
-
-
-def whole(name: str, value: object, *, least: int) -> None:
-    """Refuses what is no whole number, or too small.
-
-    >>> whole("every", 0, least=1)
-    Traceback (most recent call last):
-    holdfast.errors.UsageError: every=0 is no whole number from 1 on
-    """
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}={value!r} is no whole number from {least} on")
-
-
-def between(name: str, value: object, low: float, high: float) -> None:
-    """Refuses what is not above ``low`` and at most ``high``; nan is never."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
-        raise UsageError(f"{name}={value!r} is not above {low:g} and at most {high:g}")
-
-
-def one_of(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise UsageError(f"{name}={value!r} is not known", hint=" | ".join(map(repr, known)))
 
 
 def refuse_talking_layers(layers: nn.Module | Iterable[nn.Module]) -> None:

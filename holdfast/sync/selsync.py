@@ -9,8 +9,9 @@ from typing import Literal, Protocol
 
 import torch
 
+from holdfast.checks import between, one_of, whole
 from holdfast.errors import UsageError
-from holdfast.sync.policy import Context, Decision, Policy, between, one_of, whole
+from holdfast.sync.policy import Context, Decision, Policy
 from holdfast.sync.significance import SMOOTHING, GradientChange
 from holdfast.sync.threshold import Threshold
 from holdfast.sync.variance import ReplicaVariance

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from holdfast.checks import whole
 from holdfast.errors import UsageError
 from holdfast.sync.exchange import Packed
 from holdfast.sync.peers import UPDATE_TAG, Peers
-from holdfast.sync.policy import Context, Decision, Policy, whole
+from holdfast.sync.policy import Context, Decision, Policy
 
 Buffers = list[torch.Tensor]
 
