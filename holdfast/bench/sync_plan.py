@@ -16,7 +16,7 @@ BETWEEN = 2.5  # seconds from run to run: connecting, evaluating
 
 OVERLAP = 16  # steps: about as long as an exchange takes at 20 Mbit
 HOOK = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
-# One bucket: PowerSGD's hook starts new sums from callbacks, and with several Gloo's workers differ in their order.
+# One bucket: with DDP's own, PowerSGD's hook hung on Gloo. Perhaps as it starts new sums from callbacks, in any order.
 ONE_BUCKET = {"bucket_cap_mb": 100}
 POWER = Method(name="BSP + PowerSGD", kind="PowerSGD", tuned_as="power", settings={"ddp": ONE_BUCKET, "hook": HOOK})
 BSP = Method(name="BSP (DDP)", kind="BSP", tuned_as="bsp")
