@@ -10,7 +10,6 @@ not, so what lies between are steps alone. docs/sync.md tells the rest.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
-from holdfast.cluster.group import Group, aside
+from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
 from holdfast.data.order import Batches
 from holdfast.data.parted import BatchedOrder
@@ -67,8 +66,7 @@ class Apart:
         )
         self._layout: Layout = engine.layout
         self._aside: Group | None = None  # while the engine computes as if this replica were the only one
-        self._ballots: Ballots | None = None
-        self._cast: deque[int] = deque()  # steps whose ballots are under way
+        self._ballots = Ballots(alone())
         self._meetings = Meetings(policy, self.replica, model.device)
         self._meet_at: int | None = None  # after a change of generation: the step of who is furthest ahead
         self._begun = False  # this replica has got a state to train from
@@ -92,9 +90,7 @@ class Apart:
             self.replica.begin(self.step, known)
             progress["sync"] = {"step": self.step, "full": True, "state": self.replica.tracker.state()}
         self._meetings.forget()
-        self._cast.clear()
-        if self._ballots is not None:
-            self._ballots.abandon()
+        self._ballots.abandon()
         if isinstance(self._order, BatchedOrder):
             self._order = self._order.for_workers(group.size)
         self._layout, self._aside = self._engine.layout, None
@@ -196,7 +192,7 @@ class Apart:
         if not self._changed and self._meetings.pending is None:
             self._cast_ballot(number, ballot)
             if self.policy.aggregate == "gradients":
-                decision = self._decision(number)
+                decision = self.replica.decision(number, self._ballots)
                 if decision is not None and decision.synchronise:
                     return decision
         self._meetings.before_update(group, changed=self._changed)
@@ -211,22 +207,8 @@ class Apart:
 
     def _cast_ballot(self, number: int, ballot: list[float]) -> None:
         if ballot:
-            assert self._ballots is not None
             self._ballots.cast(number, ballot)
-            self._cast.append(number)
         faults.point("ballot")
-
-    def _decision(self, number: int) -> Decision | None:
-        """What all decide on the oldest ballots that are due; None if none are."""
-        assert self._ballots is not None
-        if not self.replica.tracker.ballot:
-            return self.replica.decide(number, [], self._cohort.size)
-        if not self._cast or self._cast[0] > number - self.policy.delay:
-            return None
-        asked = self._cast[0]
-        sums = self._ballots.sums(asked)
-        self._cast.popleft()
-        return self.replica.decide(asked, sums, self._cohort.size)
 
     def _afterwards(self, number: int) -> Report:
         """After this replica's update: act on what has been decided."""
@@ -253,7 +235,7 @@ class Apart:
             return None
         if meetings.pending is not None:
             return meetings.pending.decision
-        decision = self._decision(number) if self.policy.aggregate == "parameters" else None
+        decision = self.replica.decision(number, self._ballots) if self.policy.aggregate == "parameters" else None
         if decision is not None and decision.synchronise and self.policy.overlap:
             meetings.begin(group, self.step, decision)
         return decision
@@ -297,9 +279,7 @@ class Apart:
         return report
 
     def _exchange(self, group: Group, *, full: bool) -> list[float]:
-        if self._ballots is not None:
-            self._ballots.drop()  # what is under way is of before
-        self._cast.clear()
+        self._ballots.drop()  # what is under way is of before
         # Whoever has come from another generation must do the same as who was in the middle of a meeting.
         everything = full or self._changed
         self._agree(group, 2 * self.step + everything)

@@ -260,6 +260,15 @@ class Ballots:
         self._open.append(_Ballot(step, list(numbers), heard, receives))
         self.sent += mine.nbytes * len(self._others)
 
+    @property
+    def oldest(self) -> int | None:
+        """The first step whose ballots are under way."""
+        return self._open[0].step if self._open else None
+
+    @property
+    def replicas(self) -> int:
+        return self._peers.size
+
     def sums(self, step: int) -> list[float]:
         """Everybody's numbers of that step, the oldest whose sums were not asked for yet, added up."""
         ballot = self._hear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from holdfast.errors import UsageError
 from holdfast.sync.exchange import Averaging, Ballots, Packed
 from holdfast.sync.peers import AVERAGE_TAG, DISTANCE_TAG, Peers, TorchPeers
-from holdfast.sync.policy import Context, Decision, Policy
+from holdfast.sync.policy import Context, Decision, Policy, refuse_talking_layers
 from holdfast.sync.replica import Pending, Replica
 from holdfast.sync.report import Report, Totals, report_of
 from holdfast.sync.ssp import SSP, Pushes
@@ -41,9 +40,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuses what exchanges at every step by itself, and parameters that would never be averaged."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UsageError("the model averages its gradients at every step already", hint="give what DDP wraps")
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        hint = "BatchNorm: its statistics are averaged when replicas synchronise"
-        raise UsageError("SyncBatchNorm exchanges in every forward pass", hint=hint)
+    refuse_talking_layers(model)
     known = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError("the optimizer has parameters that are not the model's", hint="one model for all of them")
@@ -74,7 +71,6 @@ class Loop:
             device=CPU,
         )
         self._ballots, self._distances = Ballots(peers), Ballots(peers, DISTANCE_TAG)
-        self._cast: deque[int] = deque()  # steps whose ballots are under way
         self._pending: Pending | None = None
         self._pushes: Pushes | None = None
         self._prepared: Report | None = None  # what has been done before the update in hand
@@ -143,9 +139,8 @@ class Loop:
         ballot = self._replica.observe(self.step)
         if self._pending is None and ballot:
             self._ballots.cast(self.step, ballot)
-            self._cast.append(self.step)
         if self._policy.aggregate == "gradients":
-            decision = self._decision(self.step)
+            decision = self._replica.decision(self.step, self._ballots)
             decision = decision or NOTHING
             self._prepared = self._average_gradients(decision) if decision.synchronise else report_of(decision, False)
         if isinstance(self._policy, SSP) and self._pushes is None:
@@ -178,7 +173,7 @@ class Loop:
             if self._pending.due > self.step:
                 return report_of(self._pending.decision, False, "the exchange runs beside the next steps")
             return self._take_over(self._pending)
-        decision = self._decision(self.step - 1)
+        decision = self._replica.decision(self.step - 1, self._ballots)
         decision = decision or NOTHING
         if not decision.synchronise:
             return report_of(decision, False)
@@ -186,15 +181,6 @@ class Loop:
             self._pending = self._begin(decision, full=False, overlap=self._policy.overlap)
             return report_of(decision, False, "the exchange runs beside the next steps")
         return self._take_over(self._begin(decision, full=False))
-
-    def _decision(self, number: int) -> Decision | None:
-        """What all decide at step ``number`` on the oldest ballots that are due; None if none are."""
-        if not self._replica.tracker.ballot:
-            return self._replica.decide(number, [], self._peers.size)
-        if not self._cast or self._cast[0] > number - self._policy.delay:
-            return None
-        asked = self._cast.popleft()
-        return self._replica.decide(asked, self._ballots.sums(asked), self._peers.size)
 
     # --- averages --------------------------------------------------------------------------------
 
@@ -227,7 +213,6 @@ class Loop:
 
     def _take_over(self, pending: Pending, *, full: bool = False) -> Report:
         self._ballots.drop()  # what is under way is of before
-        self._cast.clear()
         mean = pending.averaging.finish()
         late = pending is self._pending
         self._replica.adopt(self.step, mean, full=full, since=pending.snapshot if late else None)

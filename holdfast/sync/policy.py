@@ -8,7 +8,7 @@ averaged. Trackers decide that from numbers that every replica tells the others,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -119,13 +119,11 @@ class Policy(ABC):
         return around(self, model, optimizer, group=group, seed=seed, steps_per_epoch=steps_per_epoch)
 
 
-def refuse_talking_layers(layers: nn.Module | Iterable[nn.Module]) -> None:
+def refuse_talking_layers(model: nn.Module) -> None:
     """Layers that wait for other replicas in every forward pass have no place where replicas train apart."""
-    roots = [layers] if isinstance(layers, nn.Module) else list(layers)
-    for root in roots:
-        for name, module in root.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise UsageError(
-                    f"layer '{name}' (SyncBatchNorm) talks to the other replicas in every forward pass",
-                    hint="use BatchNorm (its statistics are averaged when replicas synchronise), or GroupNorm",
-                )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"layer '{name}': SyncBatchNorm exchanges in every forward pass",
+                hint="use BatchNorm (its statistics are averaged when replicas synchronise), or GroupNorm",
+            )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.exchange import Averaging, Packed
+from holdfast.sync.exchange import Averaging, Ballots, Packed
 from holdfast.sync.policy import Context, Decision, Policy
 
 OUTER = "outer_momentum"  # DiLoCo's, kept with the optimizer's own state: checkpoints and joiners have it from there
@@ -76,8 +76,14 @@ class Replica:
         """Before the update, with this replica's own gradients: its ballot."""
         return self.tracker.observe(step, self.parameters)
 
-    def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
-        return self.tracker.decide(step, sums, workers)
+    def decision(self, step: int, ballots: Ballots) -> Decision | None:
+        """What all decide at a step, on the oldest ballots if they are due; None if none are."""
+        if not self.tracker.ballot:
+            return self.tracker.decide(step, [], ballots.replicas)
+        asked = ballots.oldest
+        if asked is None or asked > step - self.policy.delay:
+            return None
+        return self.tracker.decide(asked, ballots.sums(asked), ballots.replicas)
 
     # --- averages of the state -------------------------------------------------------------------
 
