@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.judge import FEW, sweep
+from tests.faults.judge import FEW, kill, sweep
 from tests.faults.logs import (
     STEPS,
+    STRUCK,
     assert_as_if_nothing_had_happened,
     assert_replayed,
     assert_survivors_went_on,
@@ -80,8 +81,12 @@ def test_a_stage_hangs(tmp_path: Path, whole, hang: tuple[str, str]) -> None:
 
 
 def test_both_copies_of_a_stage_are_lost(tmp_path: Path, whole) -> None:
-    """Two pipelines: each worker has the records of half of the micro-batches."""
-    result = logged(tmp_path, lost=["0.0", "0.2"], phase="vote", stages="5,5", tolerate=1)
+    """Two pipelines: each worker has the records of half of the micro-batches.
+
+    The second goes when it has missed the first: had it lived on until its own vote, its layers could have been copied.
+    """
+    second = kill(["0.2"], step=STRUCK, phase="regroup")
+    result = logged(tmp_path, lost=["0.0"], phase="vote", faults=second, stages="5,5", tolerate=1)
     assert_replayed(result, whole(STEPS), ["0.0", "0.2"])
 
 
