@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test lint types test-faults test-others soak thorough formats test-formats bench clean
+.PHONY: setup demo test lint types test-faults test-others soak thorough formats test-formats test-study bench clean
 
 setup: $(READY)
 
@@ -58,6 +58,11 @@ $(FORMATS)/ready:
 test-formats: setup formats
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats
 
+# The study's adapters, each in its framework's venv under .study/ (made on first use: 4 GB in all).
+test-study: setup
+	$(BIN)/python -m holdfast.study.install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/study
+
 bench: setup formats
 	$(BIN)/holdfast bench overhead
 	$(BIN)/holdfast bench recovery
@@ -71,4 +76,4 @@ bench: setup formats
 	$(BIN)/holdfast bench sync
 
 clean:
-	rm -rf .venv .bench holdfast-logs holdfast-demo
+	rm -rf .venv .bench .study holdfast-logs holdfast-demo holdfast-study

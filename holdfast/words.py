@@ -46,6 +46,33 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(text: str, name: str = "") -> float:
+    """Seconds that a person has written; ``name`` is what they are of.
+
+    >>> parse_duration("90s"), parse_duration("1.5h"), parse_duration("2d")
+    (90.0, 5400.0, 172800.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|m|h|d)", text)
+    if not found:
+        raise UsageError(f"{f'{name}={text}' if name else repr(text)} is not a duration", hint="as in 90s, 10m, 6h or 2d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def duration_code(seconds: float) -> str:
+    """A duration as ``parse_duration`` reads it, in the largest unit that leaves no fraction.
+
+    >>> duration_code(864000.0), duration_code(5400.0), duration_code(0.5)
+    ('10d', '90m', '0.5s')
+    """
+    for unit in ("d", "h", "m"):
+        if not seconds % _UNITS[unit]:
+            return f"{int(seconds / _UNITS[unit])}{unit}"
+    return f"{seconds:g}s"
+
+
 def time_text(when: float, *, short: bool = False) -> str:
     """A time on this machine's clock; without the year where there is little room."""
     return datetime.fromtimestamp(when).strftime("%m-%d %H:%M" if short else "%Y-%m-%d %H:%M") if when else ""

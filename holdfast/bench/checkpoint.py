@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from holdfast.bench.formats import ASYNC, FORMATS, State, drop_caches, raw_write
+from holdfast.bench.formats import ASYNC, FORMATS, State
 from holdfast.bench.race import BENCH
 from holdfast.bench.report import Bar, spread
+from holdfast.study.inside.disk import drop_from_cache
+from holdfast.study.limits import write_direct
 
 Say = Callable[[str], None]
 Times = dict[str, list[float]]
@@ -58,13 +60,13 @@ def _save(name: str, state: State, folder: Path) -> float:
     target.mkdir()
     os.sync()
     begin = time.monotonic()
-    raw_write(state.nbytes, target) if name == "raw disk" else FORMATS[name].save(state, target)
+    write_direct(target, state.nbytes) if name == "raw disk" else FORMATS[name].save(state, target)
     return time.monotonic() - begin
 
 
 def _load(name: str, state: State, folder: Path) -> float:
     target = folder / name.replace(" ", "-")
-    drop_caches(target)
+    drop_from_cache(target)
     state.scramble()
     begin = time.monotonic()
     FORMATS[name].load(state, target)

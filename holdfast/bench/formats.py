@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from holdfast import checkpoint
-from holdfast.checkpoint.disk import BLOCK, aligned, sync_folder
+from holdfast.checkpoint.disk import sync_folder
 
 WIDTH = 1024
 
@@ -63,33 +63,6 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
-
-
-def raw_write(nbytes: int, folder: Path) -> None:
-    """As fast as this disk writes: preallocated, past the page cache, from one warm buffer."""
-    _buffer[:] = 1
-    view = _buffer.data
-    fd = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        for start in range(0, nbytes, len(view)):
-            os.pwrite(fd, view, start)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-_buffer = aligned(4 * BLOCK)
-
-
-def drop_caches(folder: Path) -> None:
-    """Takes the files out of the page cache, so that a load reads the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def _sync(path: Path) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import checkpoint
-from holdfast.bench.formats import State, drop_caches
+from holdfast.bench.formats import State
 from holdfast.bench.race import BENCH, free_port
 from holdfast.bench.report import Bar, spread
 from holdfast.errors import HoldfastError
+from holdfast.study.inside.disk import drop_from_cache
 
 PYTHON = BENCH / "formats" / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peers" / "deepspeed_zero.py"
@@ -34,11 +35,11 @@ def race(*, megabytes: int, rounds: int, say: Callable[[str], None]) -> tuple[di
     state = State(megabytes)
     try:
         for number in range(rounds):
-            drop_caches(folder / "saved")
+            drop_from_cache(folder / "saved")
             begin = time.monotonic()
             checkpoint.load(folder, {"model": state.model, "optimizer": state.optimizer})
             ours.append(time.monotonic() - begin)
-            drop_caches(folder / "saved")
+            drop_from_cache(folder / "saved")
             said = json.loads(_deepspeed("load", folder, megabytes).splitlines()[-1])
             converts.append(said["convert"])
             loads.append(said["load"])

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from holdfast.cli import bench, ckpt, demo, plan, profile, run, simulate
+from holdfast.cli import bench, ckpt, demo, plan, profile, run, simulate, study
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("profile", context_settings={"allow_interspersed_args": False})(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("study")(study.study)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(bench.app, name="bench")
 

@@ -22,13 +22,22 @@ class Interval:
     reason: str
 
 
+def young_daly(lost_seconds: float, between_failures: float) -> float:
+    """The seconds between saves that lose the least in all, saving and redoing, as Young and Daly found:
+    the square root of twice the cost times the time between failures.
+
+    >>> young_daly(2.0, 3600)
+    120.0
+    """
+    return math.sqrt(2 * lost_seconds * between_failures)
+
+
 def choose(
     *, step_seconds: float, lost_seconds: float, between_failures: float | None, bound: float = BOUND
 ) -> Interval:
     """The interval that a measured cost asks for.
 
-    Nothing was ever lost: as often as ``bound`` allows. Otherwise what Young and Daly found to lose the
-    least in all, saving and redoing: the square root of twice the cost times the time between failures.
+    Nothing was ever lost: as often as ``bound`` allows. Otherwise ``young_daly``.
 
     >>> choose(step_seconds=0.1, lost_seconds=0.7, between_failures=None)
     Interval(steps=200, reason='0.70 s lost per save is 3.5% of 200 steps')
@@ -44,7 +53,7 @@ def choose(
         steps = math.ceil(lost_seconds / bound / step_seconds - 1e-9)
         reason = f"{lost_seconds:.2f} s lost per save is {bound:.1%} of {steps} steps"
     else:
-        steps = math.ceil(math.sqrt(2 * lost_seconds * between_failures) / step_seconds - 1e-9)
+        steps = math.ceil(young_daly(lost_seconds, between_failures) / step_seconds - 1e-9)
         reason = f"{lost_seconds:.2f} s lost per save, {between_failures:.0f} s between failures: {steps} steps"
     fewest = math.ceil(SHORTEST / step_seconds - 1e-9)
     if steps < fewest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
@@ -12,12 +11,12 @@ from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.simulate.trace import Trace, grouped
+from holdfast.words import duration_code, parse_duration
 
 PREFIX = "synthetic:"
 EXAMPLE = "synthetic:nodes=30,mtbf=10d,joins=30m,burst=4,burst_every=12h,hours=24,seed=0"
 MOST_NODES, MOST_MOVES = 4_000, 20_000  # what is followed within half a minute
 DURATIONS = ("mtbf", "joins", "burst_every")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ burst_every, hours, seed)
                 raise UsageError(f"{name!r} is not known to a synthetic trace", hint=f"there are {', '.join(names)}")
             if name in given:
                 raise UsageError(f"{name} is given twice")
-            given[name] = _duration(name, value) if name in DURATIONS else _number(name, value)
+            given[name] = parse_duration(value, name) if name in DURATIONS else _number(name, value)
         whole = {name: int(value) for name, value in given.items() if name in ("nodes", "burst", "seed")}
         return cls(**{**given, **whole})  # type: ignore[arg-type]
 
@@ -80,7 +79,7 @@ burst_every, hours, seed)
         """What ``parse`` would read."""
         names = [field.name for field in fields(self) if getattr(self, field.name) or field.name == "seed"]
         shown: dict[str, Any] = {name: getattr(self, name) for name in names}
-        shown |= {name: _text(value) for name, value in shown.items() if name in DURATIONS}
+        shown |= {name: duration_code(value) for name, value in shown.items() if name in DURATIONS}
         shown["hours"] = f"{self.hours:g}"
         return PREFIX + ",".join(f"{name}={value}" for name, value in shown.items())
 
@@ -133,22 +132,3 @@ def _number(name: str, text: str) -> float:
         kind = "a number of hours" if name == "hours" else "a whole number"
         raise UsageError(f"{name}={text} is not {kind}", hint=EXAMPLE) from e
     return value
-
-
-def _duration(name: str, text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|m|h|d)", text)
-    if not found:
-        raise UsageError(f"{name}={text} is not a duration", hint="as in 90s, 10m, 6h or 2d")
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def _text(seconds: float) -> str:
-    """In the largest unit that leaves no fraction.
-
-    >>> _text(864000.0), _text(5400.0), _text(0.5)
-    ('10d', '90m', '0.5s')
-    """
-    for unit in ("d", "h", "m"):
-        if not seconds % _UNITS[unit]:
-            return f"{int(seconds / _UNITS[unit])}{unit}"
-    return f"{seconds:g}s"

@@ -1,0 +1,31 @@
+"""All advice, the most important first. Without a row there is no sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.study.advice.costs import on_compression, on_durability, on_stalls
+from holdfast.study.advice.format import on_format, on_frameworks
+from holdfast.study.advice.interval import on_interval
+from holdfast.study.advice.restart import on_restart
+from holdfast.study.advice.safety import on_damage, on_kills
+from holdfast.study.advice.scale import on_scale
+from holdfast.study.rows import Results
+
+THEMES = (
+    on_format,
+    on_kills,
+    on_interval,
+    on_frameworks,
+    on_restart,
+    on_damage,
+    on_durability,
+    on_scale,
+    on_compression,
+    on_stalls,
+)
+
+
+def advise(results: Results) -> list[dict[str, Any]]:
+    """What to do, in sentences that name numbers, and the ids of the rows that these come from."""
+    return [each.to_json() for theme in THEMES for each in theme(results)]

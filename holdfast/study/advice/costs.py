@@ -1,0 +1,89 @@
+"""Compression, fsync, and saves in the background: what they cost and what they are worth."""
+
+from __future__ import annotations
+
+from holdfast.study.advice.sentence import Advice
+from holdfast.study.numbers import listed, share_text
+from holdfast.study.rows import Results, Row, main_costs, measured, middle, name_of, same_format
+from holdfast.words import seconds_text, size_text
+
+RAW = " raw"  # what is added to the name of a format that compresses when it does not
+ASYNC = " async"  # to that of a format in the background
+NAMED = 5
+NOTICED = 2.0  # times the stall: lost time beyond this is worth a sentence
+
+
+def on_compression(results: Results) -> list[Advice]:
+    """From formats with and without it, each for the largest model that has both."""
+    pairs: dict[tuple[str, str], tuple[Row, Row]] = {}
+    rows = measured(results, "formats")
+    for packed in sorted(rows, key=lambda row: float(row["raw_bytes"])):
+        twin = {**packed, "format": f"{packed['format']}{RAW}"}
+        plain = same_format(rows, twin, model=packed["model"], compressed=False)
+        if packed["compressed"] and plain is not None:
+            pairs[packed["framework"], packed["format"]] = packed, plain
+    if not pairs:
+        return []
+    said = [_worth(packed, plain) for packed, plain in pairs.values()]
+    rests = [row for pair in pairs.values() for row in pair]
+    return [Advice(axis="formats", sentence=f"Compression: {'; '.join(said)}.", rests_on=rests)]
+
+
+def _worth(packed: Row, plain: Row) -> str:
+    """What it saves, what it takes, and the speed of a disk or network below which it pays."""
+    saved = plain["bytes"] - packed["bytes"]
+    times = [middle(row, "save_s") for row in (packed, plain)]
+    text = (
+        f"{name_of(packed)} of {packed['model']} {'saves' if saved > 0 else 'adds'} "
+        f"{share_text(abs(saved) / plain['bytes'])} of the bytes and takes {times[0] / times[1]:.2g} times as long "
+        f"({seconds_text(times[0])} against {seconds_text(times[1])})"
+    )
+    if saved <= 0:
+        return f"{text}: leave it off"
+    if times[0] <= times[1]:
+        return f"{text}: leave it on"
+    return f"{text}: leave it off unless what it is written to takes less than {_speed(saved, times[0] - times[1])}"
+
+
+def _speed(nbytes: float, seconds: float) -> str:
+    """
+    >>> _speed(15_000_000, 7.5)
+    '2 MB/s'
+    """
+    return f"{size_text(nbytes / seconds)}/s"
+
+
+def on_durability(results: Results) -> list[Advice]:
+    """Formats whose data is not on the disk when the call returns, without having promised to go on."""
+    rows = [row for row in main_costs(results) if row["durable_on_return"] is False and not row["background"]]
+    if not rows:
+        return []
+    synced = [row for row in rows if (row.get("parts") or {}).get("fsync")]
+    text = (
+        f"{listed([name_of(row) for row in rows], NAMED)} return{'s' if len(rows) == 1 else ''} before the data is on "
+        "the disk, which no kill shows but a power cut does: call fsync on the files and their folder"
+    )
+    if synced:
+        times = [float(row["parts"]["fsync"]) for row in synced]
+        low, high = seconds_text(min(times)), seconds_text(max(times))
+        text += f"; that took {low if low == high else f'{low} to {high}'}"
+    return [Advice(axis="cost", sentence=f"{text}.", rests_on=rows)]
+
+
+def on_stalls(results: Results) -> list[Advice]:
+    """Saves in the background that return soon and slow training all the same."""
+    costs = main_costs(results)
+    rows = [row for row in costs if row["background"] and middle(row, "lost_s") > NOTICED * middle(row, "stall_s")]
+    if not rows:
+        return []
+    said, rests = [], list(rows)
+    for row in rows:
+        text = f"{name_of(row)} returns after {seconds_text(middle(row, 'stall_s'))} and costs "
+        text += f"{seconds_text(middle(row, 'lost_s'))}"
+        blocking = same_format(costs, {**row, "format": row["format"].removesuffix(ASYNC)}, background=False)
+        if blocking is not None:
+            text += f" (waiting for it: {seconds_text(middle(blocking, 'lost_s'))})"
+            rests.append(blocking)
+        said.append(text)
+    text = f"A short stall is not a low cost, for saving slows the steps beside it: {'; '.join(said)}."
+    return [Advice(axis="cost", sentence=text, rests_on=rests)]

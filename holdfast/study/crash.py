@@ -1,0 +1,178 @@
+"""The fifth axis: what a crash leaves of a checkpoint.
+
+A save that overwrites the one before is killed (SIGKILL) at random moments; another process then loads what is there.
+That is no power cut: what the dead process had handed to the kernel still reaches the disk. Whether a save is on the
+disk when it returns is the cost axis' ``durable_on_return``. What a disk does to a good save is in ``damage``.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.study.damage import SMALL, damage_rows, spots
+from holdfast.study.process import Failed, Process
+from holdfast.study.shapes import Shape
+from holdfast.study.turns import Say
+from holdfast.study.witness import LIMIT, THREADS, Looked, Witness, a_few
+
+Row = dict[str, Any]
+TRIES = 3  # for one kill
+OUTCOMES = ("old", "new", "mixed", "nothing")
+
+
+def judge(old: dict[str, str], new: dict[str, str], looked: Looked) -> str:
+    """Which version loads: all of the old one, all of the new one, neither (``mixed``), or ``nothing``.
+
+    >>> old, new = {"a": "1", "b": "1"}, {"a": "2", "b": "2"}
+    >>> judge(old, new, {"error": None, "digests": {"a": "2", "b": "1"}})
+    'mixed'
+    >>> judge(old, new, {"error": "no such file", "digests": None})
+    'nothing'
+    """
+    found = looked["digests"]
+    if found is None:
+        return "nothing"
+    return "old" if found == old else "new" if found == new else "mixed"
+
+
+def verdict(counts: dict[str, int], killed: int) -> tuple[str, str]:
+    """Safe or not, and a sentence; ``killed``: how many kills came while the save was under way.
+
+    >>> verdict({"old": 1, "new": 1, "mixed": 0, "nothing": 2}, 3)
+    ('unsafe', '2 of 3 kills left nothing that loads')
+    >>> verdict({"old": 3, "new": 1, "mixed": 0, "nothing": 0}, 3)
+    ('safe', 'always the old or the new one (3 kills)')
+    """
+    if killed == 0:
+        return "failed", "every save was over before it was killed"
+    kills = f"{killed} kill{'s' if killed > 1 else ''}"
+    left = {"nothing": "nothing that loads", "mixed": "a mixture of old and new"}
+    lost = [f"{counts[outcome]} left {what}" for outcome, what in left.items() if counts[outcome]]
+    if not lost:
+        return "safe", f"always the old or the new one ({kills})"
+    return "unsafe", ", ".join(lost).replace(" left", f" of {kills} left", 1)
+
+
+def moment(usual: Row, share: float) -> float:
+    """When to kill: spread over a save, from its first change on the disk to its end. One that is over by then is no
+    kill: it counts as a try that left the new one, and there is another try, at an earlier moment.
+
+    >>> moment({"touched": 0.2, "seconds": 1.2}, 0.5)
+    0.7
+    """
+    begin, end = usual["touched"], usual["seconds"]
+    return float(begin + share * (end - begin))
+
+
+def measure(
+    framework: str,
+    python: Path,
+    formats: Sequence[str],
+    *,
+    shapes: list[Shape],
+    folder: Path,
+    logs: Path,
+    kills: int,
+    seed: int,
+    say: Say,
+) -> list[Row]:
+    """Three rows for each format: kill, bit flip, truncation."""
+    rows: list[Row] = []
+    scratch = folder / "crash"
+    scratch.mkdir(parents=True)
+    try:
+        with Witness(framework, python, logs) as witness, Killer(framework, python, logs) as killer:
+            witness.model(shapes)
+            for form in formats:
+                say(f"{framework}: {form}, killed while it saves")
+                source = random.Random(f"{seed}/{framework}/{form}")
+                rows.append(kill_row(witness, killer, form, scratch, shapes=shapes, kills=kills, source=source))
+            witness.model(SMALL)
+            for form in formats:
+                say(f"{framework}: {form}, damaged")
+                rows += damage_rows(witness, form, scratch / "state", seed=seed)
+    finally:
+        shutil.rmtree(scratch)
+    return rows
+
+
+class Killer:
+    """A process that makes no model, so that its forks can: they save, and are killed."""
+
+    def __init__(self, framework: str, python: Path, logs: Path) -> None:
+        self._start = partial(Process, framework, python, log=logs / f"{framework}-killer.log", threads=THREADS)
+        self._process = self._start()
+
+    def doom(self, shapes: list[Shape], form: str, folder: Path, delay: float | None) -> Row:
+        given = {"shapes": shapes, "form": form, "folder": str(folder.absolute()), "delay": delay}
+        try:
+            return self._process.ask("doom", within=LIMIT, **given)
+        except Failed:
+            self._process.kill()
+            self._process = self._start()
+            raise
+
+    def __enter__(self) -> Killer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+
+
+def kill_row(
+    witness: Witness,
+    killer: Killer,
+    form: str,
+    folder: Path,
+    *,
+    shapes: list[Shape],
+    kills: int,
+    source: random.Random,
+) -> Row:
+    """A row, after it was seen that without a kill the new one loads. In the end the old one must load as in the
+    beginning, or whoever looks has come to harm."""
+    row = {"id": f"crash/{witness.framework}/{form}/kill", "framework": witness.framework, "format": form}
+    row |= {"what": "kill"}
+    state, old = folder / "state", folder / "old"
+    try:
+        witness.save_old(form, state)
+        _lay(state, old)
+        usual = killer.doom(shapes, form, state, None)
+        looked = witness.look(form, state)
+        if judge(witness.old, witness.new, looked) != "new":
+            raise Failed(f"what was overwritten without a kill is not the new one: {looked['error'] or 'it differs'}")
+        tried = []
+        for share in spots(kills, 1.0, source):
+            for number in range(TRIES):
+                _lay(old, state)
+                done = killer.doom(shapes, form, state, moment(usual, share / 2**number))
+                tried.append((done["killed"], witness.look(form, state)))
+                if done["killed"]:
+                    break
+                usual = done
+        _lay(old, state)
+        if judge(witness.old, witness.new, witness.look(form, state)) != "old":
+            raise Failed("the old one does not load any more: the errors may not be the kills'")
+        return row | _numbers(witness, tried)
+    except Failed as e:
+        return row | {"verdict": "failed", "error": str(e)}
+
+
+def _lay(source: Path, target: Path) -> None:
+    """The same files and no others: cheaper than saving them again, above all with compression."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+
+
+def _numbers(witness: Witness, tried: Sequence[tuple[bool, Looked]]) -> Row:
+    outcomes = [judge(witness.old, witness.new, looked) for _, looked in tried]
+    counts = {name: outcomes.count(name) for name in OUTCOMES}
+    killed = sum(hit for hit, _ in tried)
+    safe, says = verdict(counts, killed)
+    errors = a_few([looked["error"] for _, looked in tried if looked["error"]])
+    return {"tries": len(tried), "killed": killed, **counts, "verdict": safe, "says": says, "errors": errors}

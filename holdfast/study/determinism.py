@@ -1,0 +1,217 @@
+"""The determinism axis: is the run after a restart the one that would have been, and what does that take?
+
+Every run is a fresh process. A restart inside the process that saved would find its random numbers, its loader and
+its compiled functions still there, and look better than it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from holdfast.study.adapters.base import SAVES
+from holdfast.study.process import Failed, Process
+from holdfast.study.verdict import (
+    CONTROL,
+    EVERYTHING,
+    IDENTICAL,
+    SAVING,
+    USUAL,
+    Case,
+    Row,
+    Run,
+    Verdict,
+    judge_control,
+    judge_restart,
+    judge_saving,
+    judge_untested,
+    row,
+)
+from holdfast.words import count
+
+MID_EPOCH = "mid-epoch"  # where every part can be missed
+AT_ONCE = min(2, os.cpu_count() or 1)
+LIMIT_S = 120.0  # for one process; the slowest import takes 3 s, on a busy machine several times as long
+
+Say = Callable[[str], None]
+Restart = tuple[str, frozenset[str]]  # where it was saved, what is restored
+
+
+def plan(hello: Mapping[str, Any], variant: str, *, quick: bool) -> list[Case]:
+    """The restarts to try. Of a variant other than the plain one, a quick study only asks whether it can be identical.
+
+    >>> hello = {"parts": [{"name": "model"}, {"name": "loader"}], "usual": ["model"]}
+    >>> for case in plan(hello, "", quick=True): print(case.words)
+    step 0, everything
+    mid-epoch, everything
+    epoch's end, everything
+    mid-epoch, usual
+    mid-epoch, without model
+    mid-epoch, without loader
+    >>> [case.words for case in plan(hello, "worker processes", quick=True)]
+    ['worker processes, mid-epoch, everything']
+    """
+    everything = _names(hello)
+    whole = Case(name=EVERYTHING, variant=variant, parts=everything)
+    if quick and variant:
+        return [replace(whole, save_at=MID_EPOCH)]
+    fewer = [Case(name=USUAL, variant=variant, parts=frozenset(hello["usual"]))]
+    for left_out in (part["name"] for part in hello["parts"]):
+        rest = everything - {left_out}
+        fewer += [Case(name=f"without {left_out}", variant=variant, parts=rest, left_out=left_out)]
+    points = [MID_EPOCH] if quick else list(SAVES)
+    return [replace(whole, save_at=at) for at in SAVES] + [replace(case, save_at=at) for case in fewer for at in points]
+
+
+def restarts(cases: list[Case]) -> list[Restart]:
+    """The processes that these cases take: one may answer several, as where the usual way saves everything.
+
+    >>> two = [Case(name=name, save_at="step 0", parts=frozenset({"model"})) for name in ("everything", "usual")]
+    >>> len(restarts(two))
+    1
+    """
+    return list(dict.fromkeys((case.save_at, case.parts) for case in cases))
+
+
+def savers(work: list[Restart], *, quick: bool) -> list[list[Restart]]:
+    """Which saves are one run's. That of a set of parts saves these alone, as a script would that leaves the rest out:
+    to ask one part for its state may change another (PyTorch's loader makes its iterator then, which draws a random
+    number). In a quick study one run saves for all; "saving itself" tells whether that disturbs it.
+
+    >>> work = restarts(plan({"parts": [{"name": "model"}], "usual": ["model"]}, "", quick=False))
+    >>> [len(each) for each in savers(work, quick=False)], [len(each) for each in savers(work, quick=True)]
+    ([3, 3], [6])
+    """
+    if quick:
+        return [work]
+    return [[each for each in work if each[1] == parts] for parts in dict.fromkeys(parts for _, parts in work)]
+
+
+def measure(
+    framework: str,
+    python: Path,
+    hello: Mapping[str, Any],
+    *,
+    scratch: Path,
+    logs: Path,
+    quick: bool,
+    say: Say,
+    seed: int = 0,
+    limit_s: float = LIMIT_S,
+    at_once: int = AT_ONCE,
+) -> list[Row]:
+    """All rows of a framework. ``hello``: its answer to that request. What is below ``scratch`` is removed again.
+
+    ``at_once``: processes. Two frameworks beside each other with one process each leave no core idle.
+    """
+    rows: list[Row] = []
+    for variant in hello["variants"]:
+        with TemporaryDirectory(dir=scratch) as folder, ThreadPoolExecutor(at_once) as pool:
+            runs = Runs(
+                framework=framework,
+                python=python,
+                log=logs / f"{framework}-determinism.log",
+                folder=Path(folder),
+                variant=variant,
+                seed=seed,
+                limit_s=limit_s,
+            )
+            cases = plan(hello, variant, quick=quick)
+            axis = Axis(runs=runs, cases=cases, parts=_names(hello), quick=quick, pool=pool, say=say)
+            rows += axis.rows()
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Runs a framework's lesson, each time in a fresh process."""
+
+    framework: str
+    python: Path
+    log: Path
+    folder: Path
+    variant: str
+    seed: int
+    limit_s: float
+
+    def undisturbed(self) -> Run | Failed:
+        return self._train()
+
+    def saving(self, restarts: Iterable[Restart]) -> Run | Failed:
+        """Saves for each restart what it is to have and no more, as a script does that leaves it out; trains on."""
+        return self._train(saves=sorted(self._save(restart) for restart in restarts))
+
+    def restarted(self, restart: Restart) -> Run | Failed:
+        step, folder, parts = self._save(restart)
+        return self._train(restore=(folder, step, parts))
+
+    def _save(self, restart: Restart) -> tuple[int, str, list[str]]:
+        step, parts = SAVES[restart[0]], sorted(restart[1])
+        return step, str(self.folder / f"step-{step}" / ("+".join(parts) or "whole")), parts
+
+    def _train(self, **given: Any) -> Run | Failed:
+        with Process(self.framework, self.python, log=self.log, threads=1) as process:
+            try:
+                answer = process.ask("train", within=self.limit_s, seed=self.seed, variant=self.variant, **given)
+            except Failed as e:
+                return e
+            return Run(**answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One framework, one variant: the control, the runs that save, then the restarts."""
+
+    runs: Runs
+    cases: list[Case]
+    parts: frozenset[str]
+    quick: bool
+    pool: ThreadPoolExecutor
+    say: Say
+
+    def rows(self) -> list[Row]:
+        variant = self.runs.variant
+        control_case, saving_case = Case(name=CONTROL, variant=variant), Case(name=SAVING, variant=variant)
+        control, again = self.pool.map(lambda _: self.runs.undisturbed(), range(2))
+        verdict = judge_control(control, again)
+        rows = [self._row(control_case, verdict)]
+        if isinstance(control, Failed) or verdict.verdict != IDENTICAL:
+            return rows + [self._row(case, judge_untested(verdict)) for case in (saving_case, *self.cases)]
+        groups = savers(restarts(self.cases), quick=self.quick)
+        outcomes = list(self.pool.map(self.runs.saving, groups))
+        rows.append(self._row(saving_case, judge_saving(control, outcomes[0])))
+        saved = {restart: outcome for group, outcome in zip(groups, outcomes, strict=True) for restart in group}
+        return rows + self._restart_rows(control, saved)
+
+    def _restart_rows(self, control: Run, saved: dict[Restart, Run | Failed]) -> list[Row]:
+        """``saved``: how the run ended that saved for each restart."""
+        possible = sum(isinstance(saving, Run) for saving in saved.values())
+        self.say(f"{self.runs.framework}: {count(possible, 'restart')}, each in a fresh process")
+        runs = {restart: self.pool.submit(self._restarted, restart, saving) for restart, saving in saved.items()}
+        rows = []
+        try:
+            for case in self.cases:
+                run, whole = runs[case.save_at, case.parts].result(), runs[case.save_at, self.parts].result()
+                rows.append(self._row(case, judge_restart(case, control, run, whole)))
+        finally:
+            for future in runs.values():
+                future.cancel()  # after Ctrl-C, those that have not begun
+        return rows
+
+    def _restarted(self, restart: Restart, saving: Run | Failed) -> Run | Failed:
+        if isinstance(saving, Failed):
+            return Failed(f"nothing to restart from: {saving}")
+        return self.runs.restarted(restart)
+
+    def _row(self, case: Case, verdict: Verdict) -> Row:
+        self.say(f"{self.runs.framework}, {case.words}: {verdict.says}")
+        return row(self.runs.framework, case, verdict)
+
+
+def _names(hello: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(part["name"] for part in hello["parts"])

@@ -1,0 +1,123 @@
+"""Saves that are killed, and what can be loaded afterwards. Version 1 of the numbers is the old one, 2 the new."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from holdfast.study.adapters.base import Shapes
+from holdfast.study.inside.session import Session
+
+OLD, NEW = 1, 2
+POLL = 0.001  # seconds between two looks at a save
+
+
+def versions_of(session: Session) -> dict[str, Any]:
+    """What each version looks like when all of it is there."""
+    found = {}
+    for version in (OLD, NEW):
+        session.training.reset(version)
+        found[str(version)] = session.training.digests()
+    return found
+
+
+def overwrite(session: Session, *, form: str, folder: str, version: int) -> dict[str, Any]:
+    """Saves a version over whatever is there."""
+    session.training.reset(version)
+    _save(session, form, Path(folder))
+    return {}
+
+
+def doom(session: Session, *, shapes: Shapes, form: str, folder: str, delay: float | None) -> dict[str, Any]:
+    """A fork of this process makes a model and saves the new version of it; ``delay`` seconds after that save began it
+    is killed, if it is not over yet. None lets it end.
+
+    This process must not have made a model itself: no framework bears a fork once its threads run, all of them do
+    before. The save is over when its call returns, synced or not: the kernel loses nothing when a process dies.
+    ``touched``: when it began to change files; no kill before that can do harm.
+    """
+    before, touched = _seen(folder), 0.0
+    ready, begun = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _save_and_exit(session, shapes, form, Path(folder), begun)
+    os.close(begun)
+    with os.fdopen(ready, "rb", buffering=0) as told:
+        told.read(1)  # it saves from now on
+        begin = time.monotonic()
+        while not select.select([told], [], [], POLL)[0]:  # what can be read now is that it has ended
+            seconds = time.monotonic() - begin
+            if not touched and _seen(folder) != before:
+                touched = seconds
+            if delay is not None and seconds >= delay:
+                os.kill(pid, signal.SIGKILL)
+                break
+        _, status = os.waitpid(pid, 0)
+        seconds = time.monotonic() - begin
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
+            raise RuntimeError(told.read().decode(errors="replace"))
+    return {"killed": os.WIFSIGNALED(status), "touched": touched, "seconds": seconds}
+
+
+def _seen(folder: str) -> dict[str, tuple[int, int]]:
+    """Sizes and times of all that is there."""
+    found = {}
+    for place, _, files in os.walk(folder):
+        for name in files:
+            try:
+                status = os.stat(os.path.join(place, name))
+            except FileNotFoundError:
+                continue  # renamed meanwhile
+            found[os.path.join(place, name)] = (status.st_size, status.st_mtime_ns)
+    return found
+
+
+def _save_and_exit(session: Session, shapes: Shapes, form: str, folder: Path, begun: int) -> NoReturn:
+    """Tells when the save begins, by one byte; then what went wrong, if anything."""
+    code = 1
+    try:
+        session.training = session.adapter.make(shapes, NEW)
+        session.training.reset(NEW)
+        os.write(begun, b"!")
+        _save(session, form, folder)
+        code = 0
+    except Exception as e:  # the study wants to know; and a fork must not go on as its parent
+        traceback.print_exc()
+        os.write(begun, f"!{_words(e)}".encode())
+    finally:
+        os._exit(code)
+
+
+def _save(session: Session, form: str, folder: Path) -> None:
+    wait = session.save(form, folder)
+    if wait is not None:
+        wait()
+
+
+def look(session: Session, *, form: str, folder: str) -> dict[str, Any]:
+    """Loads over zeros: an error in words, or what each array is now."""
+    session.training.put({name: np.zeros_like(array) for name, array in session.training.arrays().items()})
+    try:
+        session.load(form, Path(folder))
+    except Exception as e:  # the framework has noticed; which error it is does not matter
+        return {"error": _words(e), "digests": None}
+    return {"error": None, "digests": session.training.digests()}
+
+
+def _words(error: Exception) -> str:
+    """What it says, in a line: the first one, or the last if that is another's error which is only passed on.
+
+    >>> _words(RuntimeError("ranks:[0]\\nTraceback\\nEOFError: too short")), _words(OSError("no file\\nsee there"))
+    ('EOFError: too short', 'OSError: no file')
+    """
+    lines = str(error).strip().splitlines() or [""]
+    passed_on = re.match(r"\w*(Error|Exception)\b", lines[-1])
+    return (lines[-1] if passed_on else f"{type(error).__name__}: {lines[0]}")[:500].strip()

@@ -1,0 +1,130 @@
+"""Saves and loads, measured in the framework's own process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast.study.adapters.base import Shapes
+from holdfast.study.inside import disk
+from holdfast.study.inside.session import Session
+
+AFTER = 3  # steps that follow a save at least: what it leaves behind may slow them down
+USUAL = 5  # steps that tell how long one takes
+OTHER = 77  # the seed of numbers that a load must replace
+
+
+def make(session: Session, *, shapes: Shapes, seed: int) -> dict[str, Any]:
+    """A model in training; the one before is forgotten first, so that both are never held."""
+    drop(session)
+    session.training = session.adapter.make(shapes, seed)
+    loss = session.training.step()
+    return {"loss": loss, "bytes": sum(array.nbytes for array in session.training.arrays().values())}
+
+
+def drop(session: Session) -> dict[str, Any]:
+    """The model is needed no more."""
+    session.training = None
+    gc.collect()
+    return {}
+
+
+def save(session: Session, *, form: str, folder: str, memory: bool = False) -> dict[str, Any]:
+    """One save until it is on the disk. ``memory``: once more into memory, to see what is not the disk's."""
+    target = Path(folder)
+    disk.empty(target)
+    peak = disk.Peak()
+    begin = time.monotonic()
+    wait = session.save(form, target)
+    stall = time.monotonic() - begin
+    if wait is not None:
+        wait()
+    called = time.monotonic() - begin
+    unwritten = disk.unwritten(target)
+    disk.sync(target)
+    durable = time.monotonic() - begin
+    files = disk.files_of(target)
+    return {
+        "stall_s": stall,
+        "called_s": called,
+        "durable_s": durable,
+        "fsync_s": durable - called,
+        "unwritten": unwritten,
+        "peak_bytes": peak.bytes(),
+        "bytes": sum(each.stat().st_size for each in files),
+        "files": len(files),
+        "serialise_s": _into_memory(session, form) if memory else None,
+    }
+
+
+def _into_memory(session: Session, form: str) -> float | None:
+    """The same save where there is no disk; None where there is no such place."""
+    folder = disk.MEMORY / f"holdfast-study-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError:
+        return None
+    try:
+        begin = time.monotonic()
+        wait = session.save(form, folder)
+        if wait is not None:
+            wait()
+        return time.monotonic() - begin
+    finally:
+        shutil.rmtree(folder)
+
+
+def load(session: Session, *, form: str, folder: str) -> dict[str, Any]:
+    """Cold, then warm; and whether what came is what had been saved."""
+    training = session.training
+    expected = training.digests()
+    seconds = {}
+    for name in ("cold_s", "warm_s"):
+        training.reset(OTHER)
+        if name == "cold_s":
+            disk.drop_from_cache(Path(folder))
+        begin = time.monotonic()
+        session.load(form, Path(folder))
+        seconds[name] = time.monotonic() - begin
+    return {**seconds, "same": training.digests() == expected}
+
+
+def beside(session: Session, *, form: str, folder: str) -> dict[str, Any]:
+    """What a save costs a training loop in all: the stall, and what steps take longer until it is on the disk than
+    those before and after. Noise may make them look shorter; the stall was lost all the same."""
+    target = Path(folder)
+    disk.empty(target)
+    usual = [_seconds_of_a_step(session) for _ in range(USUAL)]
+    begin = time.monotonic()
+    wait = session.save(form, target)
+    if wait is None:
+        disk.sync(target)
+    stall = time.monotonic() - begin
+    thread = threading.Thread(target=_finish, args=(wait, target))
+    thread.start()
+    steps = 0
+    while thread.is_alive() or steps < AFTER:
+        session.training.step()
+        steps += 1
+    seconds = time.monotonic() - begin - stall
+    thread.join()
+    step = statistics.median(usual + [_seconds_of_a_step(session) for _ in range(USUAL)])
+    return {"stall_s": stall, "lost_s": stall + max(0.0, seconds - steps * step), "step_s": step, "steps": steps}
+
+
+def _finish(wait: Any, folder: Path) -> None:
+    if wait is not None:
+        wait()
+        disk.sync(folder)
+
+
+def _seconds_of_a_step(session: Session) -> float:
+    begin = time.monotonic()
+    session.training.step()
+    return time.monotonic() - begin

@@ -1,0 +1,97 @@
+"""The look of the study's pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from holdfast.study.rows import Row
+
+WIDTH, DPI = 5.5, 180  # inches: a phone shows it at about 70 pixels to the inch
+LINE = 0.27  # inches of a line in a list of formats
+DARK, BLUE, LIGHT, SAND, GREY, RED = "#16324f", "#5aa0e0", "#cfe3f7", "#f6c58f", "#c9d2db", "#d62839"
+STYLE: Any = {
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.7,
+}
+Entry = tuple[str, Row | None]  # a label, and what it stands for; None: a heading
+
+
+@contextmanager
+def sheet(path: Path, heights: Sequence[float], *, room: float = 0.0) -> Iterator[list[Axes]]:
+    """Panels below each other, saved at the end; ``room``: inches for what is around them."""
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(
+            len(heights),
+            squeeze=False,
+            figsize=(WIDTH, sum(heights) + room),
+            dpi=DPI,
+            layout="constrained",
+            height_ratios=heights,
+        )
+        try:
+            yield list(grid[:, 0])
+            figure.savefig(path)
+        finally:
+            plt.close(figure)
+
+
+def entitle(axes: Axes, title: str, key: str = "") -> None:
+    """A title above everything, and below it how to read the picture; both begin at the left edge."""
+    axes.figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    if key:
+        axes.figure.supxlabel(key, x=0.01, ha="left", fontsize=9.5)
+
+
+def headed(rows: Sequence[Row], key: str = "format") -> list[Entry]:
+    """A heading for each framework, with its formats below.
+
+    >>> headed([{"framework": "jax", "format": "orbax"}, {"framework": "jax", "format": "orbax"}])
+    [('jax', None), ('orbax', {'framework': 'jax', 'format': 'orbax'})]
+    """
+    found: list[Entry] = []
+    seen: set[tuple[str, str]] = set()
+    for framework in dict.fromkeys(row["framework"] for row in rows):
+        found.append((framework, None))
+        for row in rows:
+            if row["framework"] == framework and (framework, row[key]) not in seen:
+                seen.add((framework, row[key]))
+                found.append((row[key], row))
+    return found
+
+
+def label_lines(axes: Axes, entries: Sequence[Entry]) -> None:
+    """The labels of such a list, from the top."""
+    axes.set_yticks(range(len(entries)), [shortened(label) for label, _ in entries])
+    for tick, (_, row) in zip(axes.get_yticklabels(), entries, strict=True):
+        tick.set_fontweight("normal" if row else "bold")
+    axes.set_ylim(len(entries) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+
+
+def shortened(text: str, most: int = 24) -> str:
+    """A label that leaves room for what it labels. A dollar sign would begin a formula.
+
+    >>> shortened("a" * 30, 4), shortened("x$y")
+    ('aaa…', 'x\\\\$y')
+    """
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return text.replace("$", r"\$")

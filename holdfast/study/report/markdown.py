@@ -1,0 +1,62 @@
+"""The report as Markdown, with its pictures beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from holdfast.study.report.tables import Cell, Table
+from holdfast.study.rows import Results
+
+
+def document(
+    results: Results, found: Sequence[Table], numbers: Mapping[str, int], pictures: Mapping[str, tuple[Path, str]]
+) -> str:
+    """``pictures``: by the key of the table that they belong to, with what they show."""
+    lines = [
+        "# Checkpoint-restart on this machine",
+        "",
+        plain(f"holdfast study {results['version']}, {results['when']}"),
+    ]
+    if results["advice"]:
+        lines += ["", "## Advice", ""]
+    for number, each in enumerate(results["advice"], 1):
+        rows = sorted(numbers[row] for row in each["rests_on"])
+        rests = f"rests on row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
+        lines.append(f"{number}. {plain(each['sentence'])} ({rests})")
+    lines += _picture(pictures.get("interval"))
+    for table in found:
+        lines += ["", f"## {plain(table.title)}", "", plain(table.says)]
+        lines += [*_picture(pictures.get(table.key)), "", *_table(table, numbers)]
+    return "\n".join([*lines, ""])
+
+
+def _picture(picture: tuple[Path, str] | None) -> list[str]:
+    return ["", f"![{plain(picture[1])}]({picture[0].name})"] if picture is not None else []
+
+
+def _table(table: Table, numbers: Mapping[str, int]) -> Iterator[str]:
+    yield f"| {' | '.join(plain(name.removeprefix('>')) for name in table.columns)} |"
+    yield f"|{'|'.join('---:' if name.startswith('>') else '---' for name in table.columns)}|"
+    for line in table.lines:
+        cells = [_cell(cell, numbers) for cell in line]
+        cells += [""] * (len(table.columns) - len(cells))
+        yield f"| {' | '.join(cells)} |"
+
+
+def _cell(cell: Cell, numbers: Mapping[str, int]) -> str:
+    text = plain(cell.text)
+    if not cell.row:
+        return text
+    return f"{numbers[cell.row]}: {text}" if text else str(numbers[cell.row])
+
+
+def plain(text: str) -> str:
+    """A text that Markdown leaves as it is, in one line.
+
+    >>> print(plain("a|b *c* <d>"))
+    a\\|b \\*c\\* &lt;d&gt;
+    """
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", escape(" ".join(text.split()), quote=False))

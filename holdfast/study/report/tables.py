@@ -1,0 +1,306 @@
+"""The study's results as tables, for every way to show them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.study.numbers import plain_text, ratio_text, spread_text
+from holdfast.study.rows import Results, Row, bad_of, blows, failure, rows_of
+from holdfast.words import seconds_text, size_text
+
+YES_NO = {True: "yes", False: "no", None: "?"}
+Column = tuple[str, Callable[[Row], str]]  # its heading, ``>`` before it for numbers, and what it shows of a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """``row``: the id of the row of the results that it shows; advice points there."""
+
+    text: str
+    row: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A line with fewer cells than columns: its last cell has the room of the others."""
+
+    key: str
+    title: str
+    says: str  # how to read it
+    columns: Sequence[str]
+    lines: Sequence[Sequence[Cell]]
+
+
+def tables(results: Results) -> list[Table]:
+    """All that have lines, in the order in which people ask."""
+    made = (_frameworks, _cost, _formats, _scale, _determinism, _states, _crash_safety, _limits, _machine)
+    return [table for make in made if (table := make(results)).lines]
+
+
+def numbered(found: Sequence[Table]) -> dict[str, int]:
+    """A number for each row of the results, by its id: short enough to stand behind a sentence, also on paper.
+
+    >>> line = [Cell(text="a", row="cost/a"), Cell(text="b", row="cost/b")]
+    >>> numbered([Table(key="cost", title="", says="", columns=["", ""], lines=[line])])
+    {'cost/a': 1, 'cost/b': 2}
+    """
+    ids = dict.fromkeys(cell.row for table in found for line in table.lines for cell in line if cell.row)
+    return {row: number for number, row in enumerate(ids, 1)}
+
+
+def _listed(key: str, title: str, says: str, head: Sequence[Column], rest: Sequence[Column], rows: list[Row]) -> Table:
+    """A line for each row, the row's number first; of one that failed its names and its words."""
+
+    def line(row: Row) -> Iterator[Cell]:
+        yield Cell(text="", row=row["id"])
+        yield from (Cell(text=show(row)) for _, show in head)
+        if why := failure(row):
+            yield Cell(text=f"failed: {why}")
+        else:
+            yield from (Cell(text=show(row)) for _, show in rest)
+
+    columns = ["row", *(name for name, _ in [*head, *rest])]
+    return Table(key=key, title=title, says=says, columns=columns, lines=[[*line(row)] for row in rows])
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: str(row[name])
+
+
+def _seconds(name: str) -> Callable[[Row], str]:
+    return lambda row: spread_text(row[name])
+
+
+def _ratio(name: str) -> Callable[[Row], str]:
+    return lambda row: ratio_text(row[name])
+
+
+def _size(name: str) -> Callable[[Row], str]:
+    return lambda row: size_text(row[name])
+
+
+def _form(row: Row) -> str:
+    kinds = [kind for kind in ("compressed", "background") if row.get(kind)]
+    return f"{row['format']} ({', '.join(kinds)})" if kinds else str(row["format"])
+
+
+MODEL: Column = ("model", _text("model"))
+FRAMEWORK: Column = ("framework", _text("framework"))
+FORMAT: Column = ("format", _form)
+
+
+def _cost(results: Results) -> Table:
+    return _listed(
+        "cost",
+        "What a checkpoint costs",
+        "Lost: training time, with steps running beside the save. Stall: until the call returned. Durable: until all "
+        "was on the disk. Times raw disk: against direct writes of as many bytes, in the same round. Serialise: "
+        "the same save without a disk. Median (lowest to highest).",
+        [MODEL, FRAMEWORK, FORMAT],
+        [
+            (">lost", _seconds("lost_s")),
+            (">stall", _seconds("stall_s")),
+            (">durable", _seconds("durable_s")),
+            (">times raw disk", _ratio("of_raw")),
+            (">serialise + write + fsync", _parts),
+            ("on disk on return", lambda row: YES_NO[row["durable_on_return"]]),
+            (">peak memory (MB)", lambda row: plain_text(row["peak_mb"])),
+            (">size", _size("bytes")),
+            (">load, cold", _seconds("load_cold_s")),
+            (">load, warm", _seconds("load_warm_s")),
+            (">times raw read", _ratio("load_of_raw")),
+            (">step", _seconds("step_s")),
+        ],
+        rows_of(results, "cost"),
+    )
+
+
+def _parts(row: Row) -> str:
+    """
+    >>> _parts({"parts": {"serialise": 0.2, "write": 0.01, "fsync": None}})
+    '0.2 s + 10 ms + ?'
+    """
+    parts: dict[str, Any] = row["parts"] or {}
+    shown = [parts.get(name) for name in ("serialise", "write", "fsync")]
+    return " + ".join("?" if each is None else seconds_text(each) for each in shown) if parts else ""
+
+
+def _formats(results: Results) -> Table:
+    return _listed(
+        "formats",
+        "Formats and sizes",
+        "Of raw: the bytes on the disk over those of weights and momentum. Saved and on the disk; loaded cold.",
+        [MODEL, FRAMEWORK, FORMAT],
+        [
+            (">size", _size("bytes")),
+            (">of raw", lambda row: f"{row['of_raw_bytes']:.1%}"),
+            (">files", _text("files")),
+            (">save", _seconds("save_s")),
+            (">times raw disk", _ratio("of_raw")),
+            (">load", _seconds("load_s")),
+        ],
+        rows_of(results, "formats"),
+    )
+
+
+def _scale(results: Results) -> Table:
+    return _listed(
+        "scale",
+        "Scale",
+        "All ranks hold the same state. Beyond one copy: bytes on the disk that are there twice.",
+        [FRAMEWORK, ("strategy", _text("strategy")), (">ranks", _text("ranks"))],
+        [
+            (">slowest rank", _seconds("slowest_s")),
+            (">fastest rank", _seconds("fastest_s")),
+            (">written by each rank", lambda row: ", ".join(size_text(size) for size in row["written_by_rank"])),
+            (">on disk", _size("on_disk")),
+            (">beyond one copy", _size("duplicated")),
+        ],
+        rows_of(results, "scale"),
+    )
+
+
+def _determinism(results: Results) -> Table:
+    """A line for each case, with the save points side by side."""
+    rows = rows_of(results, "determinism")
+    places = list(dict.fromkeys(row["save_at"] for row in rows if row["save_at"]))
+    cases: dict[tuple[str, str], dict[str | None, Row]] = {}
+    for row in rows:
+        cases.setdefault((runs_of(row), row["case"]), {})[row["save_at"]] = row
+    lines = []
+    for (runs, case), found in cases.items():
+        shown = [found.get(place) for place in ([None] if None in found else places)]
+        cells = [Cell(text=row["says"], row=row["id"]) if row else Cell(text="") for row in shown]
+        lines.append([Cell(text=runs), Cell(text=case), *cells])
+    return Table(
+        key="determinism",
+        title="Determinism",
+        says="Is the run after a restart in a fresh process the undisturbed one, bit for bit? Control: two undisturbed "
+        "runs. Usual: what the framework's documentation saves. Where the control differs, nothing can be judged.",
+        columns=["framework", "case", *(f"saved at {place}" for place in places)],
+        lines=lines,
+    )
+
+
+def _states(results: Results) -> Table:
+    """What the names of the cases stand for, as calls that a script makes."""
+    lines = []
+    for row in rows_of(results, "frameworks"):
+        for part in row.get("parts", ()):
+            usual = "yes" if part["usual"] else "no"
+            lines.append([Cell(text=text) for text in (row["framework"], part["name"], part["what"], usual)])
+        if row.get("usual_means"):
+            lines.append(
+                [Cell(text=row["framework"]), Cell(text="usual"), Cell(text=row["usual_means"]), Cell(text="")]
+            )
+    return Table(
+        key="states",
+        title="What a restart may need",
+        says="The parts that were left out one by one, and whether the usual way has them.",
+        columns=["framework", "part", "what it is", "in the usual way"],
+        lines=lines,
+    )
+
+
+def runs_of(row: Row) -> str:
+    """A framework, and the variant of its lesson.
+
+    >>> runs_of({"framework": "pytorch", "variant": "worker processes"})
+    'pytorch, worker processes'
+    """
+    return ", ".join(filter(None, (row["framework"], row["variant"])))
+
+
+def _crash_safety(results: Results) -> Table:
+    return _listed(
+        "crash_safety",
+        "Crash safety",
+        "Kill: SIGKILL at a random moment of a save that overwrites; then the old or the new one must load. Bit flip, "
+        "truncation: a file is damaged; that must be noticed on loading.",
+        [FRAMEWORK, FORMAT, ("what", _text("what"))],
+        [
+            (">tries", _text("tries")),
+            ("outcome", outcome_text),
+            ("verdict", _text("verdict")),
+            ("in words", _said),
+        ],
+        rows_of(results, "crash_safety"),
+    )
+
+
+def outcome_text(row: Row) -> str:
+    """What came of the tries, as far as it ever did.
+
+    >>> outcome_text({"old": 9, "new": 5, "mixed": 0, "nothing": 6})
+    'old 9, new 5, nothing 6'
+    """
+    names = ("old", "new", "mixed", "nothing", "noticed", "silent", "harmless")
+    return ", ".join(f"{name} {row[name]}" for name in names if row.get(name))
+
+
+def crash_text(row: Row) -> str:
+    """The same in short: how many went well, or how many did not.
+
+    >>> crash_text({"verdict": "safe", "tries": 20}), crash_text({"verdict": "unsafe", "killed": 20, "nothing": 6})
+    ('✓ 20', '✗ 6 of 20')
+    """
+    return f"✗ {bad_of(row)} of {blows(row)}" if bad_of(row) else f"✓ {blows(row)}"
+
+
+def _said(row: Row) -> str:
+    return "; ".join([str(row["says"]), *map(str, row.get("errors") or ())])
+
+
+def _limits(results: Results) -> Table:
+    return _listed(
+        "limits",
+        "Limits of this machine",
+        "What no format can beat, measured in the same rounds. Raw disk: direct writes and fsync.",
+        [MODEL, ("limit", _text("name"))],
+        [
+            (">bytes", _size("bytes")),
+            (">time", _seconds("seconds")),
+            (">GB/s", lambda row: plain_text(row["gb_s"])),
+        ],
+        rows_of(results, "limits"),
+    )
+
+
+def _frameworks(results: Results) -> Table:
+    def line(row: Row) -> list[Cell]:
+        versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+        took = seconds_text(row["install_s"]) if row.get("install_s") else ""
+        return [
+            Cell(text=text) for text in (row["framework"], "yes" if row["ok"] else "no", row["why"], versions, took)
+        ]
+
+    return Table(
+        key="frameworks",
+        title="What was studied",
+        says="Each framework runs in an environment of its own; one that could not be installed says why.",
+        columns=["framework", "installed", "why", "versions", ">installed in"],
+        lines=[line(row) for row in rows_of(results, "frameworks")],
+    )
+
+
+def _machine(results: Results) -> Table:
+    facts = {**results.get("machine", {}), **results.get("settings", {})}
+    return Table(
+        key="machine",
+        title="Machine and settings",
+        says="The numbers are of this machine and of no other.",
+        columns=["", ""],
+        lines=[[Cell(text=name.replace("_", " ")), Cell(text=_fact(value))] for name, value in facts.items()],
+    )
+
+
+def _fact(value: Any) -> str:
+    """
+    >>> _fact(["gpt", "lenet"]), _fact(True), _fact(2)
+    ('gpt, lenet', 'yes', '2')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,77 @@
+"""The results of a study, as advice, tables and pictures read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+Results = Mapping[str, Any]
+
+AXES = ("cost", "formats", "scale", "determinism", "crash_safety", "limits")
+
+
+def rows_of(results: Results, axis: str) -> list[Row]:
+    """Those that have numbers and those that say why not. An axis that was not measured has none."""
+    return list(results.get(axis) or ())
+
+
+def failure(row: Row) -> str:
+    """Why a row has no numbers; nothing if it has.
+
+    >>> failure({"error": "gone"}), failure({"verdict": "failed", "says": "over"}), failure({"verdict": "safe"})
+    ('gone', 'over', '')
+    """
+    return str(row.get("error") or (row["says"] if row.get("verdict") == "failed" else ""))
+
+
+def measured(results: Results, axis: str) -> list[Row]:
+    """Rows that have numbers.
+
+    >>> measured({"cost": [{"id": "a", "bytes": 1}, {"id": "b", "error": "it failed"}]}, "cost")
+    [{'id': 'a', 'bytes': 1}]
+    """
+    return [row for row in rows_of(results, axis) if not failure(row)]
+
+
+def middle(row: Row, name: str) -> float:
+    return float(row[name]["median"])
+
+
+def name_of(row: Row) -> str:
+    """A format or a strategy, and whose it is where the name does not tell.
+
+    >>> name_of({"framework": "jax", "format": "orbax"}), name_of({"framework": "holdfast", "format": "holdfast async"})
+    ('orbax (jax)', 'holdfast async')
+    """
+    own = str(row["format"] if "format" in row else row["strategy"])
+    quoted = f"“{own}”" if "," in own else own
+    return own if own.startswith(row["framework"]) else f"{quoted} ({row['framework']})"
+
+
+def blows(row: Row) -> int:
+    """How often a format was hit: a save that was over before its kill is a try, but no kill."""
+    return int(row.get("killed", row.get("tries")))
+
+
+def bad_of(row: Row) -> int:
+    """How many of them it did not withstand."""
+    return sum(int(row.get(name) or 0) for name in ("mixed", "nothing", "silent"))
+
+
+def main_model(results: Results) -> str | None:
+    """The model that advice is for: the largest of those whose cost was measured."""
+    rows = measured(results, "cost")
+    return str(max(rows, key=lambda row: float(row["bytes"]))["model"]) if rows else None
+
+
+def main_costs(results: Results) -> list[Row]:
+    """What saving that model costs, the least lost training time first."""
+    rows = [row for row in measured(results, "cost") if row["model"] == main_model(results)]
+    return sorted(rows, key=lambda row: middle(row, "lost_s"))
+
+
+def same_format(rows: list[Row], row: Row, **also: Any) -> Row | None:
+    """The row about the same format, for example of another axis; ``also``: what it must have besides."""
+    wanted = {"framework": row["framework"], "format": row["format"], **also}
+    return next((each for each in rows if all(each.get(name) == value for name, value in wanted.items())), None)

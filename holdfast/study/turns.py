@@ -1,0 +1,115 @@
+"""Saves and loads of every format and the limits of the machine, interleaved in the same rounds, in random order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.study.adapters.base import Format
+from holdfast.study.inside import disk
+from holdfast.study.limits import Copy, measure
+from holdfast.study.process import Failed
+from holdfast.study.shapes import Shape, elements
+from holdfast.study.team import Team
+
+Say = Callable[[str], None]
+LIMITS = "limits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A name and shapes; ``nbytes`` counts weights and momentum, float32."""
+
+    name: str
+    shapes: list[Shape]
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * 4 * elements(iter(self.shapes))
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What one format did, one entry a round; ``error`` if it failed, and it had no more turns then."""
+
+    framework: str
+    form: Format
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    loads: list[dict[str, Any]] = field(default_factory=list)
+    besides: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """All that was measured of one model. Lists have one entry a round: ratios are taken round by round."""
+
+    model: Model
+    records: list[Record]
+    limits: list[dict[str, float]]
+
+
+def take(
+    team: Team,
+    model: Model,
+    formats: Mapping[str, Sequence[Format]],
+    *,
+    folder: Path,
+    rounds: int,
+    seed: int,
+    training: bool,
+    say: Say,
+) -> Turns:
+    """``training``: also what a save costs a training loop, and what of it is not the disk's. Those rounds have one
+    before them that is not counted: memory that was never touched costs more than everything else."""
+    together = fits(model.nbytes, len(formats))
+    team.model(model.shapes, seed=seed, together=together)
+    records = [Record(framework=name, form=form) for name, forms in formats.items() for form in forms]
+    order, copy = random.Random(seed), Copy(model.nbytes)
+    limits: list[dict[str, float]] = []
+    for number in range(0 if training else 1, rounds + 1):
+        say(f"{model.name}: round {number} of {rounds}" if number else f"{model.name}: warming up")
+        turns: list[Record | None] = [None, *(record for record in records if not record.error)]
+        for record in order.sample(turns, len(turns)):
+            if record is None:
+                limits += [measure(folder / LIMITS, model.nbytes, copy)] if number else []
+            else:
+                _turn(team, record, folder / "save", training=training, counted=number > 0)
+    return Turns(model=model, records=records, limits=limits)
+
+
+def _turn(team: Team, record: Record, folder: Path, *, training: bool, counted: bool) -> None:
+    given = {"form": record.form.name, "folder": str(folder.absolute())}
+    try:
+        saved = team.ask(record.framework, "save", memory=training and counted, **given)
+        if counted:
+            loaded = team.ask(record.framework, "load", **given)
+            if not loaded["same"]:
+                raise Failed("what was loaded is not what had been saved")
+            record.saves.append(saved)
+            record.loads.append(loaded)
+            record.besides += [team.ask(record.framework, "beside", **given)] if training else []
+    except Failed as e:
+        record.error = str(e)
+    finally:
+        disk.empty(folder)
+
+
+def fits(nbytes: int, frameworks: int) -> bool:
+    """Whether all frameworks may hold the model at once: each needs it about four times while it saves and loads.
+
+    >>> fits(1000, 5), fits(10**15, 5)
+    (True, False)
+    """
+    return 4 * nbytes * frameworks < 0.7 * available()
+
+
+def available() -> float:
+    """Bytes of memory that nobody uses."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    return 0.0
