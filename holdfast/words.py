@@ -57,7 +57,9 @@ def parse_duration(text: str, name: str = "") -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|m|h|d)", text)
     if not found:
-        raise UsageError(f"{f'{name}={text}' if name else repr(text)} is not a duration", hint="as in 90s, 10m, 6h or 2d")
+        raise UsageError(
+            f"{f'{name}={text}' if name else repr(text)} is not a duration", hint="as in 90s, 10m, 6h or 2d"
+        )
     return float(found[1]) * _UNITS[found[2]]
 
 

@@ -17,7 +17,9 @@ FRAMEWORKS = "pytorch,tensorflow,jax,chainer,holdfast"
 
 
 def study(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, models and kills: within five minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer rounds, models and kills: within five minutes.")
+    ] = False,
     frameworks: Annotated[str, typer.Option(help="Which ones, with commas.")] = FRAMEWORKS,
     model: Annotated[
         str | None,

@@ -59,6 +59,24 @@ def bad_of(row: Row) -> int:
     return sum(int(row.get(name) or 0) for name in ("mixed", "nothing", "silent"))
 
 
+def crash_text(row: Row) -> str:
+    """In short: how many went well, or how many did not.
+
+    >>> crash_text({"verdict": "safe", "tries": 20}), crash_text({"verdict": "unsafe", "killed": 20, "nothing": 6})
+    ('✓ 20', '✗ 6 of 20')
+    """
+    return f"✗ {bad_of(row)} of {blows(row)}" if bad_of(row) else f"✓ {blows(row)}"
+
+
+def runs_of(row: Row) -> str:
+    """A framework, and the variant of its lesson.
+
+    >>> runs_of({"framework": "pytorch", "variant": "worker processes"})
+    'pytorch, worker processes'
+    """
+    return ", ".join(filter(None, (row["framework"], row["variant"])))
+
+
 def main_model(results: Results) -> str | None:
     """The model that advice is for: the largest of those whose cost was measured."""
     rows = measured(results, "cost")

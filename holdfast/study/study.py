@@ -43,9 +43,7 @@ class Plan:
     kills: int
 
 
-QUICK = Plan(
-    costly=("gpt",), others=("lenet", "resnet50"), scaled="gpt", killed="small-gpt", rounds=2, other_rounds=1, kills=4
-)
+QUICK = Plan(costly=("gpt",), others=("lenet",), scaled="gpt", killed="small-gpt", rounds=2, other_rounds=1, kills=4)
 FULL = Plan(
     costly=("gpt", "resnet50"),
     others=("lenet", "vgg16"),

@@ -64,7 +64,7 @@ def take(
     say: Say,
 ) -> Turns:
     """``training``: also what a save costs a training loop, and what of it is not the disk's. Those rounds have one
-    before them that is not counted: memory that was never touched costs more than everything else."""
+    before them that is not counted: memory that was never touched costs more than all else (but a compressor)."""
     together = fits(model.nbytes, len(formats))
     team.model(model.shapes, seed=seed, together=together)
     records = [Record(framework=name, form=form) for name, forms in formats.items() for form in forms]
@@ -72,7 +72,8 @@ def take(
     limits: list[dict[str, float]] = []
     for number in range(0 if training else 1, rounds + 1):
         say(f"{model.name}: round {number} of {rounds}" if number else f"{model.name}: warming up")
-        turns: list[Record | None] = [None, *(record for record in records if not record.error)]
+        due = [record for record in records if not record.error and (number or not record.form.compressed)]
+        turns: list[Record | None] = [None, *due]
         for record in order.sample(turns, len(turns)):
             if record is None:
                 limits += [measure(folder / LIMITS, model.nbytes, copy)] if number else []

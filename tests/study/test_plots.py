@@ -10,9 +10,9 @@ import pytest
 from matplotlib import image
 
 from holdfast.study.plots import draw
-from holdfast.study.plots.draw import DRAWN
 from holdfast.study.plots.look import DPI, WIDTH
 from holdfast.study.plots.matrix import mark_of
+from holdfast.study.plots.pictures import DRAWN
 from holdfast.study.rows import AXES
 from tests.study.example import example
 

@@ -88,6 +88,11 @@ class Training(ABC):
             scale = np.float32(0.05 if name.startswith("weights/") else 0.001)
             self.put({name: scale * np.resize(line[begin : begin + array.size], array.shape)})
 
+    def clear(self) -> None:
+        """Zeros everywhere, so that a load that does nothing is noticed."""
+        for name, array in self.arrays().items():
+            self.put({name: np.zeros(array.shape, np.float32)})
+
     def digests(self) -> dict[str, str]:
         """A short hash of each array."""
         found = {}

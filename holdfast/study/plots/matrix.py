@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from holdfast.study.plots.look import GREY, LIGHT, SAND, entitle, headed, label_lines, sheet, shortened
-from holdfast.study.report.tables import crash_text, runs_of
-from holdfast.study.rows import Results, Row, failure, rows_of
+from holdfast.study.rows import Results, Row, crash_text, failure, rows_of, runs_of
 from holdfast.study.verdict import CONTROL, DIFFERS, IDENTICAL, NOT_TESTABLE, SAVING
 
 CELL = 0.3  # inches, its height

@@ -6,8 +6,18 @@ from collections.abc import Sequence
 
 from holdfast.screen import Screen
 from holdfast.study.numbers import listed
-from holdfast.study.report.tables import crash_text, runs_of
-from holdfast.study.rows import Results, Row, failure, main_costs, main_model, middle, name_of, rows_of
+from holdfast.study.rows import (
+    Results,
+    Row,
+    crash_text,
+    failure,
+    main_costs,
+    main_model,
+    middle,
+    name_of,
+    rows_of,
+    runs_of,
+)
 from holdfast.study.verdict import EVERYTHING, USUAL, needed
 from holdfast.words import seconds_text, size_text
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.study.numbers import plain_text, ratio_text, spread_text
-from holdfast.study.rows import Results, Row, bad_of, blows, failure, rows_of
+from holdfast.study.rows import Results, Row, failure, rows_of, runs_of
 from holdfast.words import seconds_text, size_text
 
 YES_NO = {True: "yes", False: "no", None: "?"}
@@ -204,15 +204,6 @@ def _states(results: Results) -> Table:
     )
 
 
-def runs_of(row: Row) -> str:
-    """A framework, and the variant of its lesson.
-
-    >>> runs_of({"framework": "pytorch", "variant": "worker processes"})
-    'pytorch, worker processes'
-    """
-    return ", ".join(filter(None, (row["framework"], row["variant"])))
-
-
 def _crash_safety(results: Results) -> Table:
     return _listed(
         "crash_safety",
@@ -238,15 +229,6 @@ def outcome_text(row: Row) -> str:
     """
     names = ("old", "new", "mixed", "nothing", "noticed", "silent", "harmless")
     return ", ".join(f"{name} {row[name]}" for name in names if row.get(name))
-
-
-def crash_text(row: Row) -> str:
-    """The same in short: how many went well, or how many did not.
-
-    >>> crash_text({"verdict": "safe", "tries": 20}), crash_text({"verdict": "unsafe", "killed": 20, "nothing": 6})
-    ('✓ 20', '✗ 6 of 20')
-    """
-    return f"✗ {bad_of(row)} of {blows(row)}" if bad_of(row) else f"✓ {blows(row)}"
 
 
 def _said(row: Row) -> str:
