@@ -57,7 +57,6 @@ def _row(axis: str, turns: Turns, record: Record, numbers: Row) -> Row:
 def _cost(turns: Turns, record: Record) -> Row:
     if record.error:
         return {}
-    peaks = [save["peak_bytes"] for save in record.saves]
     return {
         "bytes": record.saves[-1]["bytes"],
         "stall_s": spread(_all(record.besides, "stall_s")),
@@ -65,7 +64,7 @@ def _cost(turns: Turns, record: Record) -> Row:
         "of_raw": spread(_ratios(_all(record.saves, "durable_s"), _all(turns.limits, "raw disk"))),
         "lost_s": spread(_all(record.besides, "lost_s")),
         "step_s": spread(_all(record.besides, "step_s")),
-        "peak_mb": None if None in peaks else spread([peak / 1e6 for peak in peaks]),
+        "peak_mb": None if record.peak is None else spread([record.peak / 1e6]),
         "parts": _parts(record.saves),
         "durable_on_return": is_durable(record.saves),
         "load_cold_s": spread(_all(record.loads, "cold_s")),

@@ -1,6 +1,7 @@
 """The fifth axis: what a crash leaves of a checkpoint.
 
-A save that overwrites the one before is killed (SIGKILL) at random moments; another process then loads what is there.
+A save that overwrites the one before is killed (SIGKILL) at random moments, and right after it has begun to change
+what was there, where the harm is done; another process then loads what is left.
 That is no power cut: what the dead process had handed to the kernel still reaches the disk. Whether a save is on the
 disk when it returns is the cost axis' ``durable_on_return``. What a disk does to a good save is in ``damage``.
 """
@@ -10,18 +11,20 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.study.damage import SMALL, damage_rows, spots
-from holdfast.study.process import Failed, Process
+from holdfast.study.damage import BIT_FLIP, SMALL, TRUNCATION, damage_rows, row_about, spots
+from holdfast.study.process import Failed, Start
 from holdfast.study.shapes import Shape
-from holdfast.study.turns import Say
-from holdfast.study.witness import LIMIT, THREADS, Looked, Witness, a_few
+from holdfast.study.turns import Model, Say
+from holdfast.study.witness import LIMIT, Looked, Witness, a_few
 
 Row = dict[str, Any]
+KILL = "kill"
+WHATS = (KILL, BIT_FLIP, TRUNCATION)
 TRIES = 3  # for one kill
+AIMED = (0.0, 0.001, 0.002, 0.005)  # seconds after the first change of an old file
 OUTCOMES = ("old", "new", "mixed", "nothing")
 
 
@@ -71,10 +74,10 @@ def moment(usual: Row, share: float) -> float:
 
 def measure(
     framework: str,
-    python: Path,
+    start: Start,
     formats: Sequence[str],
     *,
-    shapes: list[Shape],
+    model: Model,
     folder: Path,
     logs: Path,
     kills: int,
@@ -86,16 +89,22 @@ def measure(
     scratch = folder / "crash"
     scratch.mkdir(parents=True)
     try:
-        with Witness(framework, python, logs) as witness, Killer(framework, python, logs) as killer:
-            witness.model(shapes)
+        with Witness(framework, start, logs) as witness, Killer(start, logs / f"{framework}-killer.log") as killer:
+            witness.model(model.shapes)
             for form in formats:
                 say(f"{framework}: {form}, killed while it saves")
                 source = random.Random(f"{seed}/{framework}/{form}")
-                rows.append(kill_row(witness, killer, form, scratch, shapes=shapes, kills=kills, source=source))
+                row = kill_row(witness, killer, form, scratch, shapes=model.shapes, kills=kills, source=source)
+                rows.append(row | {"model": model.name})
             witness.model(SMALL)
             for form in formats:
                 say(f"{framework}: {form}, damaged")
                 rows += damage_rows(witness, form, scratch / "state", seed=seed)
+    except (Failed, OSError) as e:
+        done = {row["id"] for row in rows}
+        missing = [(form, what) for form in formats for what in WHATS]
+        failed = [row_about(framework, *each) | {"verdict": "failed", "error": str(e)} for each in missing]
+        rows += [row for row in failed if row["id"] not in done]
     finally:
         shutil.rmtree(scratch)
     return rows
@@ -104,17 +113,19 @@ def measure(
 class Killer:
     """A process that makes no model, so that its forks can: they save, and are killed."""
 
-    def __init__(self, framework: str, python: Path, logs: Path) -> None:
-        self._start = partial(Process, framework, python, log=logs / f"{framework}-killer.log", threads=THREADS)
-        self._process = self._start()
+    def __init__(self, start: Start, log: Path) -> None:
+        self._start, self._log = start, log
+        self._process = start(log)
 
-    def doom(self, shapes: list[Shape], form: str, folder: Path, delay: float | None) -> Row:
-        given = {"shapes": shapes, "form": form, "folder": str(folder.absolute()), "delay": delay}
+    def doom(
+        self, shapes: list[Shape], form: str, folder: Path, delay: float | None, *, from_change: bool = False
+    ) -> Row:
+        given = {"shapes": shapes, "form": form, "folder": str(folder.absolute())}
         try:
-            return self._process.ask("doom", within=LIMIT, **given)
+            return self._process.ask("doom", within=LIMIT, delay=delay, from_change=from_change, **given)
         except Failed:
             self._process.kill()
-            self._process = self._start()
+            self._process = self._start(self._log)
             raise
 
     def __enter__(self) -> Killer:
@@ -136,8 +147,7 @@ def kill_row(
 ) -> Row:
     """A row, after it was seen that without a kill the new one loads. In the end the old one must load as in the
     beginning, or whoever looks has come to harm."""
-    row = {"id": f"crash/{witness.framework}/{form}/kill", "framework": witness.framework, "format": form}
-    row |= {"what": "kill"}
+    row = row_about(witness.framework, form, KILL)
     state, old = folder / "state", folder / "old"
     try:
         witness.save_old(form, state)
@@ -150,11 +160,15 @@ def kill_row(
         for share in spots(kills, 1.0, source):
             for number in range(TRIES):
                 _lay(old, state)
-                done = killer.doom(shapes, form, state, moment(usual, share / 2**number))
+                done = killer.doom(shapes, form, state, moment(usual, share * 0.8**number))
                 tried.append((done["killed"], witness.look(form, state)))
                 if done["killed"]:
                     break
                 usual = done
+        for delay in AIMED:
+            _lay(old, state)
+            done = killer.doom(shapes, form, state, delay, from_change=True)
+            tried.append((done["killed"], witness.look(form, state)))
         _lay(old, state)
         if judge(witness.old, witness.new, witness.look(form, state)) != "old":
             raise Failed("the old one does not load any more: the errors may not be the kills'")

@@ -88,13 +88,17 @@ def cut(file: Path, length: int) -> Iterator[None]:
             opened.write(end)
 
 
+def row_about(framework: str, form: str, what: str) -> Row:
+    """What a row of this axis begins with."""
+    return {"id": f"crash/{framework}/{form}/{what}", "framework": framework, "format": form, "what": what}
+
+
 def damage_rows(witness: Witness, form: str, folder: Path, *, seed: int) -> list[Row]:
     """A row for bits, one for ends. Only the largest file is damaged: nearly all bytes are there."""
     source = random.Random(f"{seed}/{witness.framework}/{form}")
     rows = []
     for what in (BIT_FLIP, TRUNCATION):
-        row = {"id": f"crash/{witness.framework}/{form}/{what}", "framework": witness.framework}
-        row |= {"format": form, "what": what}
+        row = row_about(witness.framework, form, what)
         try:
             witness.save_old(form, folder)
             largest = max(disk.files_of(folder), key=lambda file: file.stat().st_size)

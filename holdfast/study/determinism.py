@@ -1,7 +1,9 @@
 """The determinism axis: is the run after a restart the one that would have been, and what does that take?
 
 Every run is a fresh process. A restart inside the process that saved would find its random numbers, its loader and
-its compiled functions still there, and look better than it is.
+its compiled functions still there, and look better than it is. What may be called identical has an interpreter of its
+own. In a quick study those that leave a part out are forks of a process that has imported the framework and done
+nothing else: an import takes longer than all they do.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from holdfast.study.adapters.base import SAVES
-from holdfast.study.process import Failed, Process
+from holdfast.study.process import Failed, Start
 from holdfast.study.verdict import (
     CONTROL,
     EVERYTHING,
@@ -94,9 +96,10 @@ def savers(work: list[Restart], *, quick: bool) -> list[list[Restart]]:
 
 def measure(
     framework: str,
-    python: Path,
+    start: Start,
     hello: Mapping[str, Any],
     *,
+    fork: Start | None = None,
     scratch: Path,
     logs: Path,
     quick: bool,
@@ -107,14 +110,17 @@ def measure(
 ) -> list[Row]:
     """All rows of a framework. ``hello``: its answer to that request. What is below ``scratch`` is removed again.
 
-    ``at_once``: processes. Two frameworks beside each other with one process each leave no core idle.
+    ``start``: an interpreter; ``fork``: quicker, for runs that leave a part out. ``at_once``: processes. Two frameworks
+    beside each other with one process each leave no core idle.
     """
     rows: list[Row] = []
     for variant in hello["variants"]:
         with TemporaryDirectory(dir=scratch) as folder, ThreadPoolExecutor(at_once) as pool:
             runs = Runs(
                 framework=framework,
-                python=python,
+                start=start,
+                fork=fork or start,
+                everything=_names(hello),
                 log=logs / f"{framework}-determinism.log",
                 folder=Path(folder),
                 variant=variant,
@@ -122,7 +128,7 @@ def measure(
                 limit_s=limit_s,
             )
             cases = plan(hello, variant, quick=quick)
-            axis = Axis(runs=runs, cases=cases, parts=_names(hello), quick=quick, pool=pool, say=say)
+            axis = Axis(runs=runs, cases=cases, quick=quick, pool=pool, say=say)
             rows += axis.rows()
     return rows
 
@@ -132,7 +138,9 @@ class Runs:
     """Runs a framework's lesson, each time in a fresh process."""
 
     framework: str
-    python: Path
+    start: Start
+    fork: Start  # where a part is left out
+    everything: frozenset[str]
     log: Path
     folder: Path
     variant: str
@@ -140,27 +148,27 @@ class Runs:
     limit_s: float
 
     def undisturbed(self) -> Run | Failed:
-        return self._train()
+        return self._train(self.start)
 
     def saving(self, restarts: Iterable[Restart]) -> Run | Failed:
         """Saves for each restart what it is to have and no more, as a script does that leaves it out; trains on."""
-        return self._train(saves=sorted(self._save(restart) for restart in restarts))
+        return self._train(self.start, saves=sorted(self._save(restart) for restart in restarts))
 
     def restarted(self, restart: Restart) -> Run | Failed:
         step, folder, parts = self._save(restart)
-        return self._train(restore=(folder, step, parts))
+        return self._train(self.start if restart[1] == self.everything else self.fork, restore=(folder, step, parts))
 
     def _save(self, restart: Restart) -> tuple[int, str, list[str]]:
         step, parts = SAVES[restart[0]], sorted(restart[1])
         return step, str(self.folder / f"step-{step}" / ("+".join(parts) or "whole")), parts
 
-    def _train(self, **given: Any) -> Run | Failed:
-        with Process(self.framework, self.python, log=self.log, threads=1) as process:
-            try:
+    def _train(self, start: Start, **given: Any) -> Run | Failed:
+        try:
+            with start(self.log) as process:
                 answer = process.ask("train", within=self.limit_s, seed=self.seed, variant=self.variant, **given)
-            except Failed as e:
-                return e
-            return Run(**answer)
+        except Failed as e:
+            return e
+        return Run(**answer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +177,6 @@ class Axis:
 
     runs: Runs
     cases: list[Case]
-    parts: frozenset[str]
     quick: bool
     pool: ThreadPoolExecutor
     say: Say
@@ -196,7 +203,7 @@ class Axis:
         rows = []
         try:
             for case in self.cases:
-                run, whole = runs[case.save_at, case.parts].result(), runs[case.save_at, self.parts].result()
+                run, whole = runs[case.save_at, case.parts].result(), runs[case.save_at, self.runs.everything].result()
                 rows.append(self._row(case, judge_restart(case, control, run, whole)))
         finally:
             for future in runs.values():

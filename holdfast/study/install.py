@@ -58,8 +58,11 @@ def ensure(framework: str, say: Say, *, root: Path = STUDY) -> Installed:
 def _make(venv: Path, calls: Sequence[Sequence[str]], say: Say, log: Path) -> str:
     """Why it cannot be made, or nothing."""
     say(f"installing {' '.join(part for call in calls for part in call if '==' in part)}")
-    venv.parent.mkdir(parents=True, exist_ok=True)
-    log.unlink(missing_ok=True)
+    try:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+    except OSError as e:
+        return f"{venv.parent} cannot be made: {e.strerror or e}"
     commands = [[sys.executable, "-m", "venv", "--clear", str(venv)]]
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "2"]
     for command in [*commands, *([*pip, *call] for call in calls)]:
@@ -83,11 +86,15 @@ def _run(command: Sequence[str], say: Say, log: Path) -> list[str] | None:
         ) as process,
     ):
         assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            lines.append(line.strip())
-            if line.startswith(("Collecting", "Installing")):
-                say(line.strip().partition(" (from")[0])
+        try:
+            for line in process.stdout:
+                file.write(line)
+                lines.append(line.strip())
+                if line.startswith(("Collecting", "Installing")):
+                    say(line.strip().partition(" (from")[0])
+        except BaseException:
+            process.kill()  # a study that was interrupted installs no more
+            raise
     return lines if process.returncode else None
 
 

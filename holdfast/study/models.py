@@ -20,7 +20,8 @@ def model_of(name: str) -> Model:
     if not Path(name).exists():
         hint = f"there are {', '.join(MODELS)}, or give the path of a checkpoint"
         raise UsageError(f"{name!r} is no model of the study", hint=hint)
-    return Model(name=Path(name).resolve().name, shapes=shapes_in(Path(name)))
+    own = Path(name).resolve().name
+    return Model(name=f"your {own}" if own in MODELS else own, shapes=shapes_in(Path(name)))
 
 
 def shapes_in(path: Path) -> list[Shape]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -25,6 +27,16 @@ def failure(row: Row) -> str:
     return str(row.get("error") or (row["says"] if row.get("verdict") == "failed" else ""))
 
 
+def error_text(words: str, most: int | None = None) -> str:
+    """An error without TensorFlow's internals; one with more than ``most`` letters ends after a whole word.
+
+    >>> error_text("DataLossError: {{function_node x_device_/job:0}} Bad CRC in shard 0", 24)
+    'DataLossError: Bad CRC …'
+    """
+    plain = re.sub(r"\{\{.*?(\}\}|$)\s*", "", words)
+    return plain if most is None else shorten(plain, most, placeholder=" …", break_on_hyphens=False)
+
+
 def measured(results: Results, axis: str) -> list[Row]:
     """Rows that have numbers.
 
@@ -36,6 +48,16 @@ def measured(results: Results, axis: str) -> list[Row]:
 
 def middle(row: Row, name: str) -> float:
     return float(row[name]["median"])
+
+
+def overlap(one: Row, other: Row, name: str) -> bool:
+    """Whether two rows cannot be told apart by a number, for its ranges overlap.
+
+    >>> fast, slow = {"s": {"low": 1.0, "high": 2.0}}, {"s": {"low": 1.9, "high": 3.0}}
+    >>> overlap(fast, slow, "s"), overlap(fast, {"s": {"low": 2.1, "high": 3.0}}, "s")
+    (True, False)
+    """
+    return bool(one[name]["low"] <= other[name]["high"] and other[name]["low"] <= one[name]["high"])
 
 
 def name_of(row: Row) -> str:

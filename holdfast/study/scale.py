@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast.bench.report import spread
 from holdfast.study.inside import disk
-from holdfast.study.process import Failed, Process
+from holdfast.study.process import Failed, Process, Start
 from holdfast.study.shapes import Shape, elements
 from holdfast.study.turns import Say
 
@@ -54,7 +54,7 @@ class Case:
 
 def measure(
     framework: str,
-    python: Path,
+    start: Start,
     strategies: Sequence[str],
     *,
     shapes: list[Shape],
@@ -68,7 +68,7 @@ def measure(
     counted, as memory that was never touched costs more than the rest."""
     cases = [Case(strategy=strategy, ranks=ranks) for strategy in strategies for ranks in RANKS]
     order, target = random.Random(f"{seed}/{framework}"), folder / "ranks"
-    with Crew(framework, python, logs, shapes) as crew:
+    with Crew(start, [logs / f"{framework}-rank-{rank}.log" for rank in range(RANKS[-1])], shapes) as crew:
         for number in range(rounds + 1):
             say(f"{framework}: ranks save, " + (f"round {number} of {rounds}" if number else "warming up"))
             for ranks in order.sample(RANKS, len(RANKS)) if number else RANKS[-1:]:
@@ -84,7 +84,7 @@ def _turn(crew: Crew, cases: Sequence[Case], folder: Path, *, counted: bool) -> 
         try:
             disk.empty(folder)
             answers = crew.save(case.strategy, case.ranks, folder)
-        except Failed as e:
+        except (Failed, OSError) as e:
             case.error = str(e)
             continue
         if counted:
@@ -94,20 +94,19 @@ def _turn(crew: Crew, cases: Sequence[Case], folder: Path, *, counted: bool) -> 
 
 
 class Crew:
-    """As many processes as the largest case has ranks, with the same state. They are started once; where one fails,
-    all are started again, because the others may wait for it for ever."""
+    """As many processes as there are logs, with the same state. They are started once; where one fails, all are
+    started again, because the others may wait for it for ever."""
 
-    def __init__(self, framework: str, python: Path, logs: Path, shapes: list[Shape]) -> None:
-        self._framework, self._python, self._logs, self._shapes = framework, python, logs, shapes
+    def __init__(self, start: Start, logs: Sequence[Path], shapes: list[Shape]) -> None:
+        self._start, self._logs, self._shapes = start, logs, shapes
         self._processes: list[Process] = []
         self._joined = 0
 
     def save(self, strategy: str, ranks: int, folder: Path) -> list[Row]:
         """All ranks begin at the same moment; an answer from each."""
         if not self._processes:
-            logs = [self._logs / f"{self._framework}-rank-{rank}.log" for rank in range(RANKS[-1])]
-            self._processes = [Process(self._framework, self._python, log=log, threads=1) for log in logs]
-            self._ask("make", [{"shapes": self._shapes, "seed": 0}] * RANKS[-1])
+            self._processes = [self._start(log) for log in self._logs]
+            self._ask("make", [{"shapes": self._shapes, "seed": 0}] * len(self._logs))
         if self._joined != ranks:
             address = f"127.0.0.1:{_free_port()}"
             self._ask("join", [{"rank": rank, "ranks": ranks, "address": address} for rank in range(ranks)])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from holdfast.errors import HoldfastError, UsageError
@@ -20,9 +22,10 @@ from holdfast.study.advice import advise
 from holdfast.study.cost import cost_rows, format_rows, limit_rows
 from holdfast.study.install import Installed, ensure
 from holdfast.study.models import model_of
-from holdfast.study.process import Failed
+from holdfast.study.process import Failed, Process, Start
 from holdfast.study.team import Team
 from holdfast.study.turns import Model, take
+from holdfast.study.zygote import Zygote
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -87,11 +90,11 @@ def study(settings: Settings, say: Say) -> dict[str, Any]:
     costly = [model_of(name) for name in ([settings.model] if settings.model else plan.costly)]
     others = [model_of(name) for name in plan.others if name != settings.model]
     with _scratch(settings.out) as folder:
-        machine.check_room(folder, 3 * max(model.nbytes for model in [*costly, *others]))
+        machine.check_room(folder, _room(plan, [*costly, *others]))
         installed = [ensure(name, say) for name in settings.frameworks]
         results = _opening(settings, plan, costly)
-        pythons = {each.framework: each.python for each in installed if each.python is not None}
-        with Team(pythons, settings.out / "logs") as team:
+        starts = {each.framework: partial(Process, each.framework, each.python) for each in installed if each.python}
+        with Team(starts, settings.out / "logs") as team:
             say("starting the frameworks")
             hellos = team.hello()
             results["frameworks"] = [_framework(each, hellos.get(each.framework)) for each in installed]
@@ -99,20 +102,27 @@ def study(settings: Settings, say: Say) -> dict[str, Any]:
             if not able:
                 reasons = "; ".join(f"{row['framework']}: {row['why']}" for row in results["frameworks"])
                 raise HoldfastError(f"none of the frameworks can be measured: {reasons}")
-            results |= _costs(team, able, settings, plan, costly, others, folder, say)
-        axes = Axes(settings=settings, plan=plan, pythons=pythons, able=able, folder=folder, say=say)
-        results |= axes.measure()
+            alone = {name: partial(starts[name], threads=1) for name in able}
+            axes = Axes(settings=settings, plan=plan, starts=alone, able=able, folder=folder, say=say)
+            with axes.zygotes() as forks:
+                results |= axes.costs(team, forks, costly, others)
+                team.close()
+                results |= axes.others(forks)
     results["advice"] = advise(results)
     return results
 
 
+def _room(plan: Plan, models: Sequence[Model]) -> int:
+    """Bytes that lie on the disk at once, at most: a save beside what is being removed, or a file of each rank's."""
+    return max(3 * max(model.nbytes for model in models), (1 + max(scale.RANKS)) * model_of(plan.scaled).nbytes)
+
+
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
-    """A folder for checkpoints, on the disk that --out is on, and gone afterwards."""
-    folder = out / "scratch"
+    """A new folder for checkpoints, on the disk that --out is on, and gone afterwards: what else is there stays."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (out / "logs").mkdir(exist_ok=True)
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+        folder = Path(mkdtemp(prefix="scratch-", dir=out))
     except OSError as e:
         raise UsageError(f"{out} cannot be written: {e.strerror or e}", hint="give another folder with --out") from e
     try:
@@ -146,48 +156,52 @@ def _framework(installed: Installed, hello: Hello | None) -> Row:
     return row | {"parts": parts, "usual_means": hello["usual_means"]}
 
 
-def _costs(
-    team: Team,
-    able: Mapping[str, Row],
-    settings: Settings,
-    plan: Plan,
-    costly: Sequence[Model],
-    others: Sequence[Model],
-    folder: Path,
-    say: Say,
-) -> Row:
-    """Cost, formats and the limits of the machine, from the same turns."""
-    formats = {name: [Format(**form) for form in hello["formats"]] for name, hello in able.items()}
-    found: Row = {"limits": [], "cost": [], "formats": []}
-    for model in [*costly, *others]:
-        training = model in costly
-        rounds = plan.rounds if training else plan.other_rounds
-        turns = take(team, model, formats, folder=folder, rounds=rounds, seed=settings.seed, training=training, say=say)
-        found["limits"] += limit_rows(turns)
-        found["cost"] += cost_rows(turns) if training else []
-        found["formats"] += format_rows(turns)
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The axes that start processes of their own."""
+    """All that is measured."""
 
     settings: Settings
     plan: Plan
-    pythons: Mapping[str, Path]
+    starts: Mapping[str, Start]  # with one thread: several have their turn at once
     able: Mapping[str, Row]  # what the frameworks said they can do
     folder: Path
     say: Say
 
-    def measure(self) -> Row:
+    @contextmanager
+    def zygotes(self) -> Iterator[dict[str, Start]]:
+        """Of every framework, all ready: what they import beside a measurement would disturb it."""
+        with ExitStack() as stack:
+            begun = {name: start(self._logs / f"{name}.log") for name, start in self.starts.items()}
+            found = {name: stack.enter_context(Zygote(process)) for name, process in begun.items()}
+            for zygote in found.values():
+                zygote.ready()
+            yield {name: zygote.fork for name, zygote in found.items()}
+
+    def costs(self, team: Team, forks: Mapping[str, Start], costly: Sequence[Model], others: Sequence[Model]) -> Row:
+        """Cost, formats and the limits of the machine, from the same turns."""
+        formats = {name: [Format(**form) for form in hello["formats"]] for name, hello in self.able.items()}
+        turns_of = partial(take, team, formats=formats, folder=self.folder, seed=self.settings.seed, say=self.say)
+        found: Row = {"limits": [], "cost": [], "formats": []}
+        for model in costly:
+            turns = turns_of(model, rounds=self.plan.rounds, training=True, forks=forks)
+            found["cost"] += cost_rows(turns)
+            found["limits"] += limit_rows(turns)
+            found["formats"] += format_rows(turns)
+        for model in others:
+            turns = turns_of(model, rounds=self.plan.other_rounds)
+            found["limits"] += limit_rows(turns)
+            found["formats"] += format_rows(turns)
+        return found
+
+    def others(self, forks: Mapping[str, Start]) -> Row:
+        """The axes that need many processes."""
         found: Row = {"scale": [], "crash_safety": [], "determinism": []}
         for name in self.able:  # one after the other: these are times
-            found["scale"] += self._scale(name)
+            found["scale"] += self._scale(name, forks[name])
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for rows in pool.map(self._crash, self.able):
+            for rows in pool.map(self._crash, self.able, forks.values()):
                 found["crash_safety"] += rows
-            for rows in pool.map(self._determinism, self.able):
+            for rows in pool.map(self._determinism, self.able, forks.values()):
                 found["determinism"] += rows
         return found
 
@@ -195,11 +209,11 @@ class Axes:
     def _logs(self) -> Path:
         return self.settings.out / "logs"
 
-    def _scale(self, name: str) -> list[Row]:
+    def _scale(self, name: str, fork: Start) -> list[Row]:
         self.say(f"{name}: saved by 1, 2 and 4 ranks")
         return scale.measure(
             name,
-            self.pythons[name],
+            fork,
             self.able[name]["strategies"],
             shapes=model_of(self.plan.scaled).shapes,
             folder=self.folder / name,
@@ -209,12 +223,12 @@ class Axes:
             say=self.say,
         )
 
-    def _crash(self, name: str) -> list[Row]:
+    def _crash(self, name: str, fork: Start) -> list[Row]:
         return crash.measure(
             name,
-            self.pythons[name],
+            fork,
             [form["name"] for form in self.able[name]["formats"]],
-            shapes=model_of(self.plan.killed).shapes,
+            model=model_of(self.plan.killed),
             folder=self.folder / name,
             logs=self._logs,
             kills=self.plan.kills,
@@ -222,11 +236,12 @@ class Axes:
             say=self.say,
         )
 
-    def _determinism(self, name: str) -> list[Row]:
+    def _determinism(self, name: str, fork: Start) -> list[Row]:
         return determinism.measure(
             name,
-            self.pythons[name],
+            self.starts[name],
             self.able[name],
+            fork=fork if self.settings.quick else None,
             scratch=self.folder,
             logs=self._logs,
             quick=self.settings.quick,

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.study.process import Failed, Process
+from holdfast.study.process import Failed, Process, Start
 from holdfast.study.shapes import Shape
 
 T = TypeVar("T")
+LIMIT = 900.0  # seconds for a request: what takes longer hangs
 
 
 class Team:
@@ -19,8 +20,8 @@ class Team:
     own when another one's turn comes.
     """
 
-    def __init__(self, pythons: Mapping[str, Path], logs: Path, *, threads: int | None = None) -> None:
-        self.pythons, self._logs, self._threads = pythons, logs, threads
+    def __init__(self, starts: Mapping[str, Start], logs: Path) -> None:
+        self._starts, self._logs = starts, logs
         self._processes: dict[str, Process] = {}
         self._makes: dict[str, Any] = {}
         self._made: set[str] = set()
@@ -30,21 +31,22 @@ class Team:
         """From now on it is this model; each makes it when its turn comes."""
         self._makes = {"shapes": shapes, "seed": seed}
         self._together = together
-        for framework in self.pythons:
+        for framework in self._starts:
             self._drop(framework)
 
     def ask(self, framework: str, op: str, **given: Any) -> dict[str, Any]:
         """One request to a framework that holds the model."""
+        given = {"within": LIMIT, **given}
         return self._tried(framework, lambda process: self._with_model(framework, process).ask(op, **given))
 
     def hello(self) -> dict[str, dict[str, Any] | Failed]:
         """What each can do, or why it cannot; they start beside each other."""
         found: dict[str, dict[str, Any] | Failed] = {}
-        for framework in self.pythons:
+        for framework in self._starts:
             self._process(framework).send("hello")
-        for framework in self.pythons:
+        for framework in self._starts:
             try:
-                found[framework] = self._tried(framework, lambda process: process.answer())
+                found[framework] = self._tried(framework, lambda process: process.answer(within=LIMIT))
             except Failed as e:
                 found[framework] = e
         return found
@@ -53,19 +55,21 @@ class Team:
         if framework not in self._made:
             for other in [] if self._together else [*self._made]:
                 self._drop(other)
-            process.ask("make", **self._makes)
+            process.ask("make", within=LIMIT, **self._makes)
             self._made.add(framework)
         return process
 
     def _drop(self, framework: str) -> None:
         if framework in self._made:
             self._made.discard(framework)
-            self._tried(framework, lambda process: process.ask("drop"))
+            try:
+                self._tried(framework, lambda process: process.ask("drop", within=LIMIT))
+            except Failed:
+                pass  # then its process is new, and holds nothing
 
     def _process(self, framework: str) -> Process:
         if framework not in self._processes:
-            log = self._logs / f"{framework}.log"
-            self._processes[framework] = Process(framework, self.pythons[framework], log=log, threads=self._threads)
+            self._processes[framework] = self._starts[framework](self._logs / f"{framework}.log")
         return self._processes[framework]
 
     def _tried(self, framework: str, work: Callable[[Process], T]) -> T:
@@ -82,6 +86,9 @@ class Team:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for process in self._processes.values():
             process.kill()
         self._processes.clear()

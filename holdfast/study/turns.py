@@ -11,9 +11,9 @@ from typing import Any
 from holdfast.study.adapters.base import Format
 from holdfast.study.inside import disk
 from holdfast.study.limits import Copy, measure
-from holdfast.study.process import Failed
+from holdfast.study.process import Failed, Start
 from holdfast.study.shapes import Shape, elements
-from holdfast.study.team import Team
+from holdfast.study.team import LIMIT, Team
 
 Say = Callable[[str], None]
 LIMITS = "limits"
@@ -40,6 +40,7 @@ class Record:
     saves: list[dict[str, Any]] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
     besides: list[dict[str, Any]] = field(default_factory=list)
+    peak: int | None = None  # bytes, of a first save
     error: str = ""
 
 
@@ -55,30 +56,36 @@ class Turns:
 def take(
     team: Team,
     model: Model,
-    formats: Mapping[str, Sequence[Format]],
     *,
+    formats: Mapping[str, Sequence[Format]],
     folder: Path,
     rounds: int,
     seed: int,
-    training: bool,
     say: Say,
+    training: bool = False,
+    forks: Mapping[str, Start] | None = None,
 ) -> Turns:
     """``training``: also what a save costs a training loop, and what of it is not the disk's. Those rounds have one
-    before them that is not counted: memory that was never touched costs more than all else (but a compressor)."""
+    before them that is not counted: memory that was never touched costs more than all else. ``forks``: new processes,
+    to see how much memory a first save takes; what comes later finds it there."""
     together = fits(model.nbytes, len(formats))
     team.model(model.shapes, seed=seed, together=together)
     records = [Record(framework=name, form=form) for name, forms in formats.items() for form in forms]
     order, copy = random.Random(seed), Copy(model.nbytes)
     limits: list[dict[str, float]] = []
+    if forks is not None:
+        say(f"{model.name}: the memory that a first save takes")
+        for record in records:
+            record.peak = _peak(forks[record.framework], model, record, folder / "save", seed)
     for number in range(0 if training else 1, rounds + 1):
         say(f"{model.name}: round {number} of {rounds}" if number else f"{model.name}: warming up")
-        due = [record for record in records if not record.error and (number or not record.form.compressed)]
-        turns: list[Record | None] = [None, *due]
-        for record in order.sample(turns, len(turns)):
-            if record is None:
-                limits += [measure(folder / LIMITS, model.nbytes, copy)] if number else []
+        turns: list[Record | None] = [None, *(record for record in records if not record.error)]
+        for turn in order.sample(turns, len(turns)):
+            if turn is None:
+                found = measure(folder / LIMITS, model.nbytes, copy)
+                limits += [found] if number else []
             else:
-                _turn(team, record, folder / "save", training=training, counted=number > 0)
+                _turn(team, turn, folder / "save", training=training, counted=number > 0)
     return Turns(model=model, records=records, limits=limits)
 
 
@@ -93,8 +100,22 @@ def _turn(team: Team, record: Record, folder: Path, *, training: bool, counted: 
             record.saves.append(saved)
             record.loads.append(loaded)
             record.besides += [team.ask(record.framework, "beside", **given)] if training else []
-    except Failed as e:
+    except (Failed, OSError) as e:
         record.error = str(e)
+    finally:
+        disk.empty(folder)
+
+
+def _peak(fork: Start, model: Model, record: Record, folder: Path, seed: int) -> int | None:
+    """How far memory rises in the first save of a process."""
+    try:
+        with fork(folder.parent / "peak.log") as process:
+            process.ask("make", within=LIMIT, shapes=model.shapes, seed=seed)
+            given = {"form": record.form.name, "folder": str(folder.absolute())}
+            peak = process.ask("save", within=LIMIT, **given)["peak_bytes"]
+            return None if peak is None else int(peak)
+    except Failed:
+        return None  # its turns will tell why
     finally:
         disk.empty(folder)
 

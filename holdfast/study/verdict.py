@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import shorten
 from typing import Any
 
 from holdfast.study.process import Failed
+from holdfast.study.rows import error_text
 
 Row = dict[str, Any]
 
@@ -130,7 +130,7 @@ def judge_failed(why: Failed) -> Verdict:
     >>> judge_failed(Failed("KeyError: no loader\\nknown are\\n  model")).says
     'KeyError: no loader'
     """
-    return Verdict(verdict=FAILED, says=shorten(str(why).partition("\n")[0], 200, placeholder=" …"))
+    return Verdict(verdict=FAILED, says=error_text(str(why).partition("\n")[0], 200))
 
 
 def judge_untested(control: Verdict) -> Verdict:
@@ -182,5 +182,13 @@ def _since(found: Difference, when: str) -> str:
     """
     if found.first_step is None:
         return f"same losses, other {' and '.join(found.where)}"
-    step = found.first_step
-    return f"from the {_ORDINALS[step] if step < len(_ORDINALS) else f'{step + 1}th'} step {when}"
+    return f"from the {ordinal(found.first_step)} step {when}"
+
+
+def ordinal(step: int) -> str:
+    """Steps are counted from 0, and named from the first.
+
+    >>> ordinal(0), ordinal(6)
+    ('first', '7th')
+    """
+    return _ORDINALS[step] if step < len(_ORDINALS) else f"{step + 1}th"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.inside.crash import NEW, OLD
-from holdfast.study.process import Failed
+from holdfast.study.process import Failed, Start
+from holdfast.study.rows import error_text
 from holdfast.study.shapes import Shape
 from holdfast.study.team import Team
 
-THREADS = 1  # no times are measured here, and several frameworks may take their turn at once
 LIMIT = 60.0  # seconds for a load; one that hangs on damaged input is ended
 SHOWN, LENGTH = 3, 160  # errors in a row, and their letters
 
@@ -23,9 +23,9 @@ class Witness:
     """Holds a model, whose old and new version it knows by their digests. It outlives what it is made to load: a
     process that ends or hangs on that is started again, and has noticed in its own way."""
 
-    def __init__(self, framework: str, python: Path, logs: Path) -> None:
+    def __init__(self, framework: str, start: Start, logs: Path) -> None:
         self.framework = framework
-        self._team = Team({framework: python}, logs, threads=THREADS)
+        self._team = Team({framework: start}, logs)
         self.old: dict[str, str] = {}
         self.new: dict[str, str] = {}
 
@@ -59,7 +59,7 @@ class Witness:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._team.__exit__()
+        self._team.close()
 
 
 def a_few(errors: Sequence[str]) -> list[str]:
@@ -68,5 +68,5 @@ def a_few(errors: Sequence[str]) -> list[str]:
     >>> a_few(["EOFError: too short\\nsee above", "EOFError: too short"])
     ['EOFError: too short']
     """
-    lines = (error.strip().partition("\n")[0][:LENGTH] for error in errors)
+    lines = (error_text(error.strip().partition("\n")[0], LENGTH) for error in errors)
     return list(dict.fromkeys(lines))[:SHOWN]

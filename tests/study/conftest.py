@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
+from holdfast.study import process as processes
 from holdfast.study.process import Process
+from holdfast.study.zygote import Zygote
 
 pytest.register_assert_rewrite("tests.study.adapters.conformance")  # its asserts say as much as a test's
 HERE = ("pytorch", "holdfast")  # what the development environment has anyway
 STUDY = Path(__file__).parents[2] / ".study"
 
 Start = Callable[[str], Process]
+Fork = Callable[[str], processes.Start]
 
 
 def interpreter_of(framework: str) -> Path:
@@ -27,14 +32,31 @@ def interpreter_of(framework: str) -> Path:
     return python
 
 
+def starting(framework: str, python: Path | None = None) -> processes.Start:
+    """How its process is started, in an interpreter of its own."""
+    return partial(Process, framework, python or interpreter_of(framework), threads=1)
+
+
+@pytest.fixture(scope="session")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork]:
+    """How a framework's process is forked: each is imported once."""
+    with ExitStack() as stack:
+
+        @cache
+        def zygote_of(framework: str) -> Zygote:
+            log = tmp_path_factory.mktemp("zygote") / f"{framework}.log"
+            return stack.enter_context(Zygote(starting(framework)(log)))
+
+        yield lambda framework: zygote_of(framework).fork
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(fork: Fork, tmp_path: Path) -> Iterator[Start]:
     """Starts a framework's process; all of them end with the test."""
     started: list[Process] = []
 
     def begin(framework: str) -> Process:
-        log = tmp_path / f"{framework}.log"
-        started.append(Process(framework, interpreter_of(framework), log=log, threads=1))
+        started.append(fork(framework)(tmp_path / f"{framework}.log"))
         return started[-1]
 
     yield begin

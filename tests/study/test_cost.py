@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from holdfast.study.cost import cost_rows, format_rows, limit_rows
 from holdfast.study.inside import disk
 from holdfast.study.process import Failed
 from holdfast.study.turns import Model, Record, Turns
+from tests.study.conftest import Fork, Start
 
 MODEL = Model(name="tiny", shapes=[("w", (100, 50)), ("b", (100,))])
-SAVE = {"stall_s": 0.2, "called_s": 0.2, "durable_s": 0.5, "fsync_s": 0.3, "unwritten": 39_000, "peak_bytes": 2_000_000}
+SAVE = {"stall_s": 0.2, "called_s": 0.2, "durable_s": 0.5, "fsync_s": 0.3, "unwritten": 39_000}
 SAVE |= {"bytes": 40_900, "files": 1, "serialise_s": 0.15}
 LOAD = {"cold_s": 0.4, "warm_s": 0.1, "same": True}
 BESIDE = {"stall_s": 0.5, "lost_s": 0.6, "step_s": 0.01, "steps": 3}
@@ -29,7 +31,7 @@ def made(**given: Any) -> Turns:
 
 
 def test_a_row_compares_within_the_round() -> None:
-    found = made(saves=[SAVE, {**SAVE, "durable_s": 2.0}], loads=[LOAD] * 2, besides=[BESIDE] * 2)
+    found = made(saves=[SAVE, {**SAVE, "durable_s": 2.0}], loads=[LOAD] * 2, besides=[BESIDE] * 2, peak=2_000_000)
     (row,) = cost_rows(found)
     assert row["id"] == "cost/tiny/pytorch/torch.save"
     assert row["of_raw"] == {"median": 3.0, "low": 2.0, "high": 4.0}, "0.5 by 0.25, and 2 by 0.5"
@@ -48,7 +50,7 @@ def test_a_format_that_failed_is_a_row_with_its_words() -> None:
 
 
 def test_what_the_kernel_does_not_tell_is_not_made_up() -> None:
-    save = {**SAVE, "peak_bytes": None, "serialise_s": None, "unwritten": None}
+    save = {**SAVE, "serialise_s": None, "unwritten": None}
     (row,) = cost_rows(made(saves=[save] * 2, loads=[LOAD] * 2, besides=[BESIDE] * 2))
     assert row["peak_mb"] is None
     assert row["parts"] is None
@@ -93,7 +95,7 @@ class FakeTeam:
 def take(team: Any, tmp_path: Path, **given: Any) -> Turns:
     formats = {"pytorch": [Format(name="a"), Format(name="b")]}
     settings = {"rounds": 3, "seed": 0, "training": True, **given}
-    return turns.take(team, MODEL, formats, folder=tmp_path, say=lambda _: None, **settings)
+    return turns.take(team, MODEL, formats=formats, folder=tmp_path, say=lambda _: None, **settings)
 
 
 def test_every_format_and_limit_has_one_turn_a_round(tmp_path: Path) -> None:
@@ -118,6 +120,27 @@ def test_a_format_that_fails_has_no_more_turns(tmp_path: Path) -> None:
     assert found.records[1].error == "OSError: full"
     assert team.asked.count(("save", "b")) == 1
     assert len(found.records[0].saves) == 3
+
+
+def test_a_copy_beside_the_training_is_seen_in_the_memory_of_a_first_save(fork: Fork, tmp_path: Path) -> None:
+    """A second save finds that memory there: DCP's, of 74 MB, looked as if it took none."""
+    model = Model(name="wide", shapes=[("w", (1024, 4096))])
+    formats = {"holdfast": [Format(name="holdfast async", background=True)]}
+    given = {"formats": formats, "folder": tmp_path, "rounds": 0, "seed": 0, "say": lambda _: None}
+    found = turns.take(FakeTeam({}), model, forks={"holdfast": fork("holdfast")}, **given)  # type: ignore[arg-type]
+    assert found.records[0].peak == pytest.approx(model.nbytes, rel=0.3)
+
+
+def test_what_cannot_be_written_to_memory_costs_a_column_not_the_row(start: Start, tmp_path: Path) -> None:
+    process = start("pytorch")
+    process.ask("make", shapes=MODEL.shapes, seed=0)
+    disk.memory_of(process.pid).mkdir()  # it cannot make its own then
+    try:
+        saved = process.ask("save", form="safetensors", folder=str(tmp_path / "save"), memory=True)
+    finally:
+        shutil.rmtree(disk.memory_of(process.pid), ignore_errors=True)
+    assert saved["serialise_s"] is None
+    assert saved["bytes"] > MODEL.nbytes
 
 
 def test_the_kernel_tells_what_is_not_on_the_disk(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from holdfast.study.crash import Killer, judge, kill_row
 from holdfast.study.damage import SMALL, cut, damage_rows, flipped, spots
 from holdfast.study.process import Failed
 from holdfast.study.shapes import gpt
+from holdfast.study.turns import Model
 from holdfast.study.witness import Witness
+from tests.study.conftest import Fork, starting
 from tests.study.fakes import fake
 
 OLD, NEW = {"a": "1", "b": "1"}, {"a": "2", "b": "2"}
 LARGE = list(gpt(layers=4))  # 43 MB: long enough to be hit
-HERE = Path(sys.executable)
 
 DYING = """
 def answer(op, given):
@@ -89,7 +89,7 @@ def test_a_process_that_dies_or_hangs_has_noticed_and_is_started_again(
     bad, good = tmp_path / "1", tmp_path / "2"
     bad.mkdir()
     (bad / name).touch()
-    with Witness("pytorch", fake(tmp_path / "python", DYING), tmp_path) as who:
+    with Witness("pytorch", starting("pytorch", fake(tmp_path / "python", DYING)), tmp_path) as who:
         who.model(SMALL)
         assert who.old == {"a": "1"}
         looked = who.look("form", bad)
@@ -99,14 +99,14 @@ def test_a_process_that_dies_or_hangs_has_noticed_and_is_started_again(
 
 
 @pytest.fixture(scope="module")
-def torch_witness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
-    with Witness("pytorch", HERE, tmp_path_factory.mktemp("logs")) as who:
+def torch_witness(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
+    with Witness("pytorch", fork("pytorch"), tmp_path_factory.mktemp("logs")) as who:
         yield who
 
 
 @pytest.fixture(scope="module")
-def killer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killer]:
-    with Killer("pytorch", HERE, tmp_path_factory.mktemp("logs")) as who:
+def killer(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killer]:
+    with Killer(fork("pytorch"), tmp_path_factory.mktemp("logs") / "killer.log") as who:
         yield who
 
 
@@ -124,6 +124,32 @@ def test_killed_in_place_both_versions_are_lost_renamed_never(
     for row in (place, renamed):
         assert row["tries"] == sum(row[outcome] for outcome in crash.OUTCOMES)
         assert 1 <= row["killed"] <= row["tries"]
+
+
+IN_PLACE = """
+def answer(op, given):
+    raise RuntimeError("not this one")
+"""
+
+
+def test_a_process_that_fails_at_once_is_a_row_for_each_question(tmp_path: Path) -> None:
+    given = {"folder": tmp_path / "x", "logs": tmp_path, "kills": 1, "seed": 0, "say": lambda _: None}
+    start = starting("jax", fake(tmp_path / "python", IN_PLACE))
+    rows = crash.measure("jax", start, ["orbax", "flax"], model=Model(name="tiny", shapes=SMALL), **given)  # type: ignore[arg-type]
+    assert [row["id"] for row in rows] == [f"crash/jax/{f}/{w}" for f in ("orbax", "flax") for w in crash.WHATS]
+    assert {row["error"] for row in rows} == {"not this one"}
+
+
+def test_a_kill_can_be_aimed_at_the_first_change_of_what_was_there(killer: Killer, tmp_path: Path) -> None:
+    """New files beside the old one are no such change: nothing is lost there."""
+    state = tmp_path / "state"
+    state.mkdir()
+    assert not killer.doom(LARGE, "torch.save", state, 0.0, from_change=True)["killed"], "there was nothing to change"
+    before = (state / "state.pt").stat().st_size
+    done = killer.doom(LARGE, "torch.save", state, 0.0, from_change=True)
+    assert done["killed"]
+    assert done["touched"] <= done["seconds"]
+    assert (state / "state.pt").stat().st_size < before
 
 
 def test_a_save_that_cannot_be_done_is_told_in_words(killer: Killer, tmp_path: Path) -> None:
@@ -152,20 +178,22 @@ def test_safetensors_does_not_see_a_flipped_bit(torch_witness: Witness, tmp_path
     assert str(tmp_path) not in "".join(short["errors"])
 
 
-def test_holdfast_sees_every_flipped_bit(tmp_path: Path) -> None:
-    with Witness("holdfast", HERE, tmp_path) as who:
+def test_holdfast_sees_every_flipped_bit(fork: Fork, tmp_path: Path) -> None:
+    with Witness("holdfast", fork("holdfast"), tmp_path) as who:
         who.model(SMALL)
         flip, short = damage_rows(who, "holdfast", tmp_path / "state", seed=0)
     assert (flip["verdict"], flip["noticed"], flip["silent"]) == ("safe", damage.FLIPS, 0), flip
     assert (short["verdict"], short["noticed"]) == ("safe", damage.CUTS), short
 
 
-def test_all_rows_of_a_framework(tmp_path: Path) -> None:
+def test_all_rows_of_a_framework(fork: Fork, tmp_path: Path) -> None:
     said: list[str] = []
-    given = {"shapes": SMALL, "folder": tmp_path / "x", "logs": tmp_path, "kills": 1, "seed": 0, "say": said.append}
-    rows = crash.measure("pytorch", HERE, ["safetensors"], **given)  # type: ignore[arg-type]
+    model = Model(name="tiny", shapes=SMALL)
+    given = {"model": model, "folder": tmp_path / "x", "logs": tmp_path, "kills": 1, "seed": 0, "say": said.append}
+    rows = crash.measure("pytorch", fork("pytorch"), ["safetensors"], **given)  # type: ignore[arg-type]
     names = ["kill", "bit flip", "truncation"]
     assert [row["id"] for row in rows] == [f"crash/pytorch/safetensors/{what}" for what in names]
     assert [row["what"] for row in rows] == names
+    assert rows[0]["model"] == "tiny"
     assert len(said) == 2
     assert not list((tmp_path / "x").iterdir()), "nothing is left behind"

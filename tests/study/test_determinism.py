@@ -12,19 +12,19 @@ from holdfast.study.adapters.base import SAVES
 from holdfast.study.determinism import measure, plan, restarts
 from holdfast.study.inside.serve import hello
 from holdfast.study.inside.session import Session
-from holdfast.study.process import Failed, Process
+from holdfast.study.process import Failed, Start
 from holdfast.study.verdict import Row, Run, difference, judge_control, needed
 from tests.study import toy
-from tests.study.conftest import interpreter_of
+from tests.study.conftest import Fork, starting
 
 Rows = dict[str, Row]  # by what follows the framework in their id
 StudyToy = Callable[..., Rows]
 
 
-def rows_of(framework: str, python: Path, said: dict[str, Any], folder: Path, **given: Any) -> Rows:
+def rows_of(framework: str, start: Start, said: dict[str, Any], folder: Path, **given: Any) -> Rows:
     """``said``: in answer to hello."""
     heard: list[str] = []
-    found = measure(framework, python, said, scratch=folder, logs=folder, say=heard.append, **given)
+    found = measure(framework, start, said, scratch=folder, logs=folder, say=heard.append, **given)
     assert len({row["id"] for row in found}) == len(found)
     assert all(row["says"] in "\n".join(heard) for row in found), "whoever waits is told what was found"
     assert not [path for path in folder.iterdir() if path.is_dir()], "what was saved is removed"
@@ -36,9 +36,12 @@ def study_toy(tmp_path: Path) -> StudyToy:
     """Studies a toy with these faults; ``parts``: those that it can save."""
 
     def study(*, parts: tuple[str, ...] = toy.PARTS, quick: bool = True, limit_s: float = 60.0, **faults: Any) -> Rows:
-        said = hello(Session(toy.Toy({})))
+        session = Session("toy")
+        session.adapter = toy.Toy({})
+        said = hello(session)
         said["parts"] = [part for part in said["parts"] if part["name"] in parts]
-        return rows_of("toy", toy.interpreter(tmp_path, **faults), said, tmp_path, quick=quick, limit_s=limit_s)
+        start = starting("toy", toy.interpreter(tmp_path, **faults))
+        return rows_of("toy", start, said, tmp_path, quick=quick, limit_s=limit_s)
 
     return study
 
@@ -197,11 +200,12 @@ def test_what_cannot_be_restarted_is_listed(
 
 
 @pytest.fixture(scope="module")
-def torch_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    folder, python = tmp_path_factory.mktemp("determinism"), interpreter_of("pytorch")
-    with Process("pytorch", python, log=folder / "hello.log") as process:
+def torch_rows(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """As in a quick study: an interpreter for what may be identical, forks for what leaves a part out."""
+    folder, quickly = tmp_path_factory.mktemp("determinism"), fork("pytorch")
+    with quickly(folder / "hello.log") as process:
         said = process.ask("hello")
-    return rows_of("pytorch", python, {**said, "variants": [""]}, folder, quick=True)
+    return rows_of("pytorch", starting("pytorch"), {**said, "variants": [""]}, folder, quick=True, fork=quickly)
 
 
 @pytest.mark.parametrize("name", ["control", "saving itself", *(f"{at}/everything" for at in SAVES)])

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from holdfast.study.process import Failed, Process
 from holdfast.study.team import Team
+from holdfast.study.zygote import Zygote
+from tests.study.conftest import Fork, starting
 
 PYTHON = Path(sys.executable)
 
 
-@pytest.fixture
-def process(tmp_path: Path):
-    with Process("pytorch", PYTHON, log=tmp_path / "log") as found:
+@pytest.fixture(params=["started", "forked"])
+def process(request: pytest.FixtureRequest, fork: Fork, tmp_path: Path):
+    begin = starting("pytorch") if request.param == "started" else fork("pytorch")
+    with begin(tmp_path / "log") as found:
         yield found
 
 
@@ -48,9 +52,26 @@ def test_a_framework_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
         process.ask("hello")
 
 
-def test_a_team_starts_a_dead_one_again(tmp_path: Path) -> None:
+def test_forks_do_not_outlive_a_study_that_dies_and_say_when_their_zygote_has(tmp_path: Path) -> None:
+    with Zygote(Process("pytorch", PYTHON, tmp_path / "log")) as zygote:
+        one, other = (zygote.fork(tmp_path / name) for name in ("one", "other"))
+        assert one.ask("hello") == other.ask("hello")
+        one._requests.close()
+        one._answers.close()  # as if the study had died
+        while one.alive:
+            time.sleep(0.01)
+        os.kill(zygote._process.pid, signal.SIGKILL)
+        with pytest.raises(Failed, match="SIGKILL"):
+            zygote.fork(tmp_path / "third")
+        assert other.ask("hello"), "it has a life of its own"
+        other.kill()
+        while (status := Path(f"/proc/{other.pid}/status")).exists() and "State:\tZ" not in status.read_text():
+            time.sleep(0.01)
+
+
+def test_a_team_starts_a_dead_one_again(fork: Fork, tmp_path: Path) -> None:
     shapes = [("weight", (4, 3)), ("bias", (4,))]
-    with Team({"pytorch": PYTHON}, tmp_path) as team:
+    with Team({"pytorch": fork("pytorch")}, tmp_path) as team:
         team.model(shapes, seed=0, together=True)
         folder = str(tmp_path / "save")
         assert team.ask("pytorch", "save", form="torch.save", folder=folder)["bytes"] > 0
@@ -61,7 +82,7 @@ def test_a_team_starts_a_dead_one_again(tmp_path: Path) -> None:
 
 
 def test_no_process_outlives_its_team(tmp_path: Path) -> None:
-    with Team({"pytorch": PYTHON}, tmp_path) as team:
+    with Team({"pytorch": starting("pytorch")}, tmp_path) as team:
         team.hello()
         process = team._processes["pytorch"]
     assert not process.alive

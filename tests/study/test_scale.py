@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ import pytest
 
 from holdfast.study import scale
 from holdfast.study.adapters.base import EVERY_RANK, RANK_ZERO
+from holdfast.study.process import Start
 from holdfast.study.scale import Case, Crew, rows_of
 from holdfast.study.shapes import Shape
+from tests.study.conftest import Fork, starting
 from tests.study.fakes import fake
 
 SHAPES: list[Shape] = [(f"layer{number}.weight", (256, 1024)) for number in range(4)]
@@ -49,18 +50,18 @@ def test_a_case_that_failed_has_no_numbers() -> None:
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, python: Path, strategies: list[str], framework: str = "pytorch"
+    monkeypatch: pytest.MonkeyPatch, folder: Path, start: Start, strategies: list[str], framework: str = "pytorch"
 ) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr(scale, "RANKS", (1, 2))
     given = {"folder": folder / "x", "logs": folder, "shapes": SHAPES, "rounds": 2, "seed": 0, "say": lambda _: None}
-    rows = scale.measure(framework, python, strategies, **given)  # type: ignore[arg-type]
+    rows = scale.measure(framework, start, strategies, **given)  # type: ignore[arg-type]
     return {row["id"].partition("/")[2]: row for row in rows}
 
 
 def test_dcp_shares_the_writing_and_files_of_their_own_double_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fork: Fork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    rows = measured(monkeypatch, tmp_path, Path(sys.executable), [RANK_ZERO, EVERY_RANK, "DCP"])
+    rows = measured(monkeypatch, tmp_path, fork("pytorch"), [RANK_ZERO, EVERY_RANK, "DCP"])
     assert len(rows) == 6
     for row in rows.values():
         assert "error" not in row, row
@@ -76,8 +77,10 @@ def test_dcp_shares_the_writing_and_files_of_their_own_double_it(
     assert not (tmp_path / "x" / "ranks").exists()
 
 
-def test_the_replicas_of_holdfast_share_the_writing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    row = measured(monkeypatch, tmp_path, Path(sys.executable), ["holdfast"], "holdfast")["holdfast/holdfast/2"]
+def test_the_replicas_of_holdfast_share_the_writing(
+    fork: Fork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = measured(monkeypatch, tmp_path, fork("holdfast"), ["holdfast"], "holdfast")["holdfast/holdfast/2"]
     assert row["duplicated"] == 0
     assert row["written_by_rank"] == [pytest.approx(STATE / 2, rel=0.1)] * 2
 
@@ -85,15 +88,15 @@ def test_the_replicas_of_holdfast_share_the_writing(monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_fails_is_a_row_and_the_others_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    rows = measured(monkeypatch, tmp_path, fake(tmp_path / "python", BROKEN), ["broken", "whole"])
+    rows = measured(monkeypatch, tmp_path, starting("pytorch", fake(tmp_path / "python", BROKEN)), ["broken", "whole"])
     assert rows["pytorch/broken/2"]["error"] == "the disk is full", "its own words, not that another one hangs"
     assert rows["pytorch/whole/2"]["slowest_s"]["median"] == 2.0
     assert rows["pytorch/whole/2"]["duplicated"] == 1000
 
 
-def test_all_ranks_of_a_failed_save_are_new_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(scale, "RANKS", (1, 2))
-    with Crew("pytorch", fake(tmp_path / "python", BROKEN), tmp_path, SHAPES) as crew:
+def test_all_ranks_of_a_failed_save_are_new_ones(tmp_path: Path) -> None:
+    start, logs = starting("pytorch", fake(tmp_path / "python", BROKEN)), [tmp_path / "0.log", tmp_path / "1.log"]
+    with Crew(start, logs, SHAPES) as crew:
         crew.save("whole", 2, tmp_path)
         before = [process.pid for process in crew._processes]
         with pytest.raises(scale.Failed):

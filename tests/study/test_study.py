@@ -64,7 +64,7 @@ def test_the_whole_study(small: None, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "chainer" in (out / "report.md").read_text()
     assert "<html" in (out / "report.html").read_text()
     assert {path.name for path in out.glob("*.png")} >= {"cost.png", "determinism.png", "interval.png"}
-    assert not (out / "scratch").exists()
+    assert [path.name for path in out.iterdir() if path.is_dir()] == ["logs"], "no checkpoint is left behind"
 
 
 def test_the_users_own_model(tmp_path: Path) -> None:
@@ -104,10 +104,12 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_else(tmp_path: Path)
 
 
 def test_too_little_room_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out" / "scratch").mkdir(parents=True)
+    (tmp_path / "out" / "scratch" / "thesis.txt").touch()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1_000_000))  # type: ignore[attr-defined]
     with pytest.raises(tool.UsageError, match="1 MB left"):
         study(Settings(out=tmp_path / "out", quick=True), print)
-    assert not (tmp_path / "out" / "scratch").exists()
+    assert (tmp_path / "out" / "scratch" / "thesis.txt").exists(), "what was there before is not ours"
 
 
 def test_no_framework_at_all_ends_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,9 @@ class TorchTraining(Training):
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)  # or a power cut may take the new name back
+        os.fsync(folder)
+        os.close(folder)
 
     def load(self, form: str, path: Path) -> None:
         if form == "safetensors":

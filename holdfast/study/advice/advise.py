@@ -14,12 +14,12 @@ from holdfast.study.rows import Results
 
 THEMES = (
     on_format,
-    on_kills,
     on_interval,
-    on_frameworks,
     on_restart,
-    on_damage,
+    on_kills,
     on_durability,
+    on_frameworks,
+    on_damage,
     on_scale,
     on_compression,
     on_stalls,

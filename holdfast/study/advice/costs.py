@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from holdfast.study.advice.sentence import Advice
 from holdfast.study.numbers import listed, share_text
-from holdfast.study.rows import Results, Row, main_costs, measured, middle, name_of, same_format
+from holdfast.study.rows import Results, Row, main_costs, measured, middle, name_of, overlap, same_format
 from holdfast.words import seconds_text, size_text
 
 RAW = " raw"  # what is added to the name of a format that compresses when it does not
 ASYNC = " async"  # to that of a format in the background
-NAMED = 5
+NAMED = 3  # formats in a list
 NOTICED = 2.0  # times the stall: lost time beyond this is worth a sentence
 
 
@@ -26,23 +26,32 @@ def on_compression(results: Results) -> list[Advice]:
         return []
     said = [_worth(packed, plain) for packed, plain in pairs.values()]
     rests = [row for pair in pairs.values() for row in pair]
-    return [Advice(axis="formats", sentence=f"Compression: {'; '.join(said)}.", rests_on=rests)]
+    return [Advice(axis="formats", sentence=" ".join(said), rests_on=rests)]
 
 
 def _worth(packed: Row, plain: Row) -> str:
-    """What it saves, what it takes, and the speed of a disk or network below which it pays."""
-    saved = plain["bytes"] - packed["bytes"]
-    times = [middle(row, "save_s") for row in (packed, plain)]
-    text = (
-        f"{name_of(packed)} of {packed['model']} {'saves' if saved > 0 else 'adds'} "
-        f"{share_text(abs(saved) / plain['bytes'])} of the bytes and takes {times[0] / times[1]:.2g} times as long "
-        f"({seconds_text(times[0])} against {seconds_text(times[1])})"
-    )
+    """What it saves, what it takes, and the speed of a disk or network above which it cannot pay."""
+    sizes = [row["bytes"] for row in (packed, plain)]
+    by, saved = f"Compression by {name_of(packed)}", sizes[1] - sizes[0]
     if saved <= 0:
-        return f"{text}: leave it off"
-    if times[0] <= times[1]:
-        return f"{text}: leave it on"
-    return f"{text}: leave it off unless what it is written to takes less than {_speed(saved, times[0] - times[1])}"
+        against = " against ".join(map(size_text, sizes))
+        return f"{by} makes {plain['model']} no smaller ({against}): leave it off."
+    text = f"{by} saves {size_text(saved)} of {plain['model']} ({share_text(saved / sizes[1])})"
+    if overlap(packed, plain, "save_s"):
+        return f"{text}, with no difference in time that could be told here."
+    long, short = (middle(row, "save_s") for row in (packed, plain))
+    text += f" and takes {_times(long, short)}"
+    if long <= short:
+        return f"{text}: leave it on."
+    return f"{text}: worth it only on a disk or network slower than {_speed(saved, long - short)}."
+
+
+def _times(one: float, other: float) -> str:
+    """
+    >>> _times(6.0, 0.25), _times(1.0, 0.0)
+    ('24 times as long', 'longer')
+    """
+    return f"{one / other:.2g} times as long" if other > 0 else "longer"
 
 
 def _speed(nbytes: float, seconds: float) -> str:
@@ -60,14 +69,14 @@ def on_durability(results: Results) -> list[Advice]:
         return []
     synced = [row for row in rows if (row.get("parts") or {}).get("fsync")]
     text = (
-        f"{listed([name_of(row) for row in rows], NAMED)} return{'s' if len(rows) == 1 else ''} before the data is on "
-        "the disk, which no kill shows but a power cut does: call fsync on the files and their folder"
+        f"Call fsync on the files and their folder after saving as {listed([name_of(row) for row in rows], NAMED)}: "
+        "the call returns before the data is on the disk. No kill shows that, but a power cut does."
     )
     if synced:
         times = [float(row["parts"]["fsync"]) for row in synced]
         low, high = seconds_text(min(times)), seconds_text(max(times))
-        text += f"; that took {low if low == high else f'{low} to {high}'}"
-    return [Advice(axis="cost", sentence=f"{text}.", rests_on=rows)]
+        text += f" The sync took {low if low == high else f'{low} to {high}'}."
+    return [Advice(axis="cost", sentence=text, rests_on=rows)]
 
 
 def on_stalls(results: Results) -> list[Advice]:
@@ -76,14 +85,15 @@ def on_stalls(results: Results) -> list[Advice]:
     rows = [row for row in costs if row["background"] and middle(row, "lost_s") > NOTICED * middle(row, "stall_s")]
     if not rows:
         return []
+    rows = sorted(rows, key=lambda row: middle(row, "stall_s") - middle(row, "lost_s"))[:NAMED]
     said, rests = [], list(rows)
     for row in rows:
         text = f"{name_of(row)} returns after {seconds_text(middle(row, 'stall_s'))} and costs "
         text += f"{seconds_text(middle(row, 'lost_s'))}"
         blocking = same_format(costs, {**row, "format": row["format"].removesuffix(ASYNC)}, background=False)
         if blocking is not None:
-            text += f" (waiting for it: {seconds_text(middle(blocking, 'lost_s'))})"
+            text += f" (not in the background: {seconds_text(middle(blocking, 'lost_s'))})"
             rests.append(blocking)
         said.append(text)
-    text = f"A short stall is not a low cost, for saving slows the steps beside it: {'; '.join(said)}."
+    text = f"A save in the background returns soon, but slows the steps beside it: {'; '.join(said)}."
     return [Advice(axis="cost", sentence=text, rests_on=rests)]

@@ -6,9 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.study.advice.sentence import Advice
-from holdfast.study.numbers import spread_text
-from holdfast.study.rows import Results, Row, blows, main_costs, main_model, measured, middle, name_of, same_format
+from holdfast.study.numbers import listed, spread_text
+from holdfast.study.rows import (
+    Results,
+    Row,
+    blows,
+    main_costs,
+    main_model,
+    measured,
+    middle,
+    name_of,
+    overlap,
+    rows_of,
+    same_format,
+)
+from holdfast.study.shapes import MODELS, elements
 from holdfast.words import count, seconds_text
+
+NEW_NAME = "under a new name, sync, then remove the old one"  # a folder cannot be renamed over another one
+NAMED = 3  # formats in a list that need not be whole
+
+Clause = tuple[str, list[Row]]  # a sentence, or nothing, and the rows that it rests on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,51 +57,102 @@ def on_format(results: Results) -> list[Advice]:
     choice = choose_format(results)
     if choice is None:
         return []
-    model, best, rests = main_model(results), choice.row, [choice.row]
-    lost = spread_text(best["lost_s"])
+    found = [_best(results, choice), _rivals(results, choice), flips(results, [choice.row])]
+    found.append(_untested(results, main_costs(results)))
+    text = " ".join(said for said, _ in found if said)
+    return [Advice(axis="cost", sentence=text, rests_on=[row for _, rests in found for row in rests])]
+
+
+def _best(results: Results, choice: Choice) -> Clause:
+    model, best = main_model(results), name_of(choice.row)
+    lost = f"{spread_text(choice.row['lost_s'])} of training"
     if choice.kill is not None:
-        rests.append(choice.kill)
-        among = f"the {len(choice.others) + 1} formats that survived all kills" if choice.others else ""
-        least = f", the least of {among}" if among else ", and no other format survived all kills"
-        text = f"Save {model} as {name_of(best)}: a save costs {lost} of training{least} ({_survived(choice.kill)})."
-    elif kills(results):
-        rests += kills(results)
-        text = f"No format survived all kills; {name_of(best)} loses the least training for {model}, {lost} a save."
-    else:
-        text = f"Save {model} as {name_of(best)}: a save costs {lost} of training, the least of all; none was killed."
-    if choice.others:
-        text += f" {_runner_up(best, choice.others[0])}"
-        rests.append(choice.others[0])
-    return [Advice(axis="cost", sentence=text, rests_on=rests)]
+        where = _elsewhere(results, choice.kill)
+        text = f"Save {model} as {best}: a save costs {lost}, and no kill of {blows(choice.kill)} harmed it ({where})."
+        return text, [choice.row, choice.kill]
+    if harmed := kills(results):
+        text = (
+            f"No format that was killed survived all kills: save {NEW_NAME}. For {model}, {best} costs {lost} a save."
+        )
+        return text, [choice.row, *harmed]
+    return f"Save {model} as {best}: a save costs {lost}. No format was tested for kills.", [choice.row]
 
 
-def _runner_up(best: Row, second: Row) -> str:
-    lost = f"{name_of(second)} with {seconds_text(middle(second, 'lost_s'))}"
-    if second["lost_s"]["low"] <= best["lost_s"]["high"]:
-        return f"{lost} cannot be told from it: their ranges overlap."
-    return f"Next is {lost}."
+def _elsewhere(results: Results, kill: Row) -> str:
+    """What a kill is, and which model it was if not this one. Only the study's own are killed: their size is known."""
+    model, other = main_model(results), kill.get("model")
+    if other is None or other == model:
+        return "SIGKILL while saving"
+    ours = next((row["bytes"] for row in rows_of(results, "limits") if row["model"] == model), None)
+    smaller = ours is not None and other in MODELS and 8 * elements(MODELS[other]()) < ours
+    return f"SIGKILL while saving {other}, {'a smaller' if smaller else 'another'} model"
 
 
-def _survived(kill: Row) -> str:
-    return f"{blows(kill)} of {blows(kill)}"
+def _rivals(results: Results, choice: Choice) -> Clause:
+    """Which formats cost as much, as far as anybody can tell; or which is the next."""
+    if not choice.others:
+        alone = choice.kill is not None and len(kills(results)) > 1
+        return ("No other format that was killed survived all kills." if alone else ""), []
+    alike = [row for row in choice.others if overlap(choice.row, row, "lost_s")]
+    rounds = results.get("settings", {}).get("rounds")
+    within = f"in {count(rounds, 'round')}" if rounds else "here"
+    if alike:
+        names = listed([name_of(row) for row in [choice.row, *alike]])
+        text = f"By their cost {names} cannot be told apart {within}, for their ranges overlap; "
+        return f"{text}{name_of(choice.row)} has the lowest median.", alike
+    weighed = f"{len(choice.others) + 1} formats{' that no kill harmed' if choice.kill else ''}"
+    second = choice.others[0]
+    text = f"That is the least of the {weighed}, {within}; next is {name_of(second)} with "
+    return f"{text}{seconds_text(middle(second, 'lost_s'))}.", [second]
+
+
+def flips(results: Results, rows: Sequence[Row]) -> Clause:
+    """Which of these formats load flipped bits."""
+    found = [same_format(measured(results, "crash_safety"), row, what="bit flip") for row in rows]
+    silent = [row for row in found if row is not None and row["silent"]]
+    if not silent:
+        return "", []
+    names, loaded = listed([name_of(row) for row in silent]), sum(int(row["silent"]) for row in silent)
+    tries = count(sum(int(row["tries"]) for row in silent), "flipped bit")
+    return f"Without a word {names} loaded {loaded} of {tries}: keep a checksum.", silent
+
+
+def _untested(results: Results, rows: Sequence[Row]) -> Clause:
+    """Which of these formats nobody has killed, so that nobody knows."""
+    untested = [row for row in rows if not same_format(kills(results), row)]
+    if not untested or not kills(results):
+        return "", []
+    tried = [same_format(rows_of(results, "crash_safety"), row, what="kill") for row in untested]
+    names = listed([name_of(row) for row in untested], NAMED)
+    return f"Not tested for kills: {names}.", [*untested, *(row for row in tried if row is not None)]
 
 
 def on_frameworks(results: Results) -> list[Advice]:
-    """For those who cannot change their framework: one sentence, without the framework of the best format."""
+    """For those who cannot change their framework, without the framework of the best format."""
     best = choose_format(results)
-    if best is None:
+    frameworks = dict.fromkeys(row["framework"] for row in main_costs(results))
+    choices = [choose_format(results, name) for name in frameworks if best and name != best.row["framework"]]
+    there = [choice for choice in choices if choice is not None]
+    if not there:
         return []
-    said, rests = [], []
-    for framework in dict.fromkeys(row["framework"] for row in main_costs(results)):
-        choice = choose_format(results, framework)
-        if choice is None or framework == best.row["framework"]:
-            continue
-        text = f"{framework}: {choice.row['format']}, {seconds_text(middle(choice.row, 'lost_s'))} lost a save"
-        killed = [row for row in kills(results) if row["framework"] == framework]
-        if choice.kill is None:
-            text += f" (none of its {count(len(killed), 'format')} survived all kills)" if killed else " (never killed)"
-        said.append(text)
-        rests += [choice.row, *([choice.kill] if choice.kill else killed)]
-    if not said:
-        return []
-    return [Advice(axis="cost", sentence=f"For those bound to a framework: {'; '.join(said)}.", rests_on=rests)]
+    rows = [choice.row for choice in there]
+    names = [f"{name_of(row)} {seconds_text(middle(row, 'lost_s'))}" for row in rows]
+    first = f"If you are bound to a framework, take one of these, with the training lost a save: {listed(names)}."
+    survived = [choice.kill for choice in there if choice.kill is not None]
+    found = [(first, [*rows, *survived]), _harmed(results, rows), flips(results, rows), _untested(results, rows)]
+    text = " ".join(said for said, _ in found if said)
+    return [Advice(axis="cost", sentence=text, rests_on=[row for _, rests in found for row in rests])]
+
+
+def _harmed(results: Results, rows: Sequence[Row]) -> Clause:
+    """How to save those that a kill has harmed: they are only named where their framework has none that survived."""
+    unsafe = [row for row in kills(results) if row["verdict"] == "unsafe"]
+    harmed = [row for row in rows if same_format(unsafe, row)]
+    if not harmed:
+        return "", []
+    whose = [row["framework"] for row in harmed]
+    text = (
+        f"For {listed(whose)} no format was found that survives all kills: "
+        f"save {listed([name_of(row) for row in harmed])} {NEW_NAME}."
+    )
+    return text, [row for row in unsafe if row["framework"] in whose]

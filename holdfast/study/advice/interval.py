@@ -38,6 +38,14 @@ class Rhythm:
         """The share of the time that trains; nothing, if failures come faster than that."""
         return max(0.0, 1 - sum(self.shares(interval)))
 
+    def holds(self, interval: float) -> bool:
+        """Whether these shares mean anything: not where failures leave no time to reach a save, or to train.
+
+        >>> [Rhythm(lost=0.1, reload=0.1, between=seconds).holds(10.0) for seconds in (2.0, 60.0)]
+        [False, True]
+        """
+        return interval <= self.between and self.goodput(interval) > 0
+
 
 def rhythm_of(row: Row, between: float) -> Rhythm:
     """With what a format costs here."""
@@ -48,18 +56,40 @@ def on_interval(results: Results) -> list[Advice]:
     between, choice = results.get("settings", {}).get("mtbf_s"), choose_format(results)
     if not between or choice is None:
         return []
-    rhythm, step = rhythm_of(choice.row, between), middle(choice.row, "step_s")
+    text = f"With a failure every {duration_text(between)}, {_said(choice.row, between)}"
+    return [Advice(axis="interval", sentence=text, rests_on=[choice.row])]
+
+
+def _said(row: Row, between: float) -> str:
+    rhythm, step = rhythm_of(row, between), middle(row, "step_s")
     interval = max(rhythm.best, step, SHORTEST)
+    if not rhythm.holds(interval):
+        return "hardly anything trains, whatever the interval: saving, loading and starting anew leave next to no time."
+    if middle(row, "lost_s") <= 0:
+        return f"no best interval follows: saving {name_of(row)} costs nothing that could be measured here."
     saving, again, loading = (share_text(share) for share in rhythm.shares(interval))
-    steps = count(max(1, round(interval / step)), "step")
-    rather = "" if interval > SHORTEST else f", which says {duration_text(rhythm.best)}: too often to be worth it"
-    first = (
-        f"With a failure every {duration_text(between)}, save {name_of(choice.row)} every {duration_text(interval)} "
-        f"({steps} of {duration_text(step)}; Young/Daly for {duration_text(rhythm.lost)} lost a save{rather}): "
-        f"{share_text(rhythm.goodput(interval))} of the time trains, {saving} goes into saves, {again} into steps done "
-        f"again, {loading} into loading; noticing the failure and starting anew is not in it."
+    return (
+        f"save {name_of(row)} every {duration_text(interval)} ({_reason(rhythm, interval, step)}). Then "
+        f"{share_text(rhythm.goodput(interval))} of the time trains; {saving} goes into saves, {again} into steps done "
+        f"again and {loading} into loading. Noticing the failure and starting anew is not in it."
+        f"{_others(rhythm, interval, step)}"
     )
-    usual = [each for each in USUAL if each >= step and not 0.8 < each / interval < 1.25]
-    others = [f"every {duration_text(each)}, {share_text(rhythm.goodput(each))}" for each in usual]
-    second = f" Of other intervals: {'; '.join(others)}." if others else ""
-    return [Advice(axis="interval", sentence=first + second, rests_on=[choice.row])]
+
+
+def _reason(rhythm: Rhythm, interval: float, step: float) -> str:
+    """Of a step that took no measurable time nobody can say how many there are.
+
+    >>> _reason(Rhythm(lost=2.0, reload=9.0, between=3600.0), 120.0, 0.5)
+    "240 steps; by Young and Daly's formula, for 2 s of training lost a save"
+    """
+    steps = f"{count(max(1, round(interval / step)), 'step')}; " if step > 0 else ""
+    if interval > SHORTEST:
+        return f"{steps}by Young and Daly's formula, for {duration_text(rhythm.lost)} of training lost a save"
+    return f"{steps}Young and Daly's formula says {duration_text(rhythm.best)}: too often to be worth it"
+
+
+def _others(rhythm: Rhythm, interval: float, step: float) -> str:
+    """What the intervals that people set would give."""
+    usual = [each for each in USUAL if each >= step and not 0.8 < each / interval < 1.25 and rhythm.holds(each)]
+    said = [f"every {duration_text(each)}, {share_text(rhythm.goodput(each))}" for each in usual]
+    return f" Of other intervals: {'; '.join(said)}." if said else ""

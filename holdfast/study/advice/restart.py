@@ -6,9 +6,21 @@ from collections.abc import Sequence
 
 from holdfast.study.advice.sentence import Advice
 from holdfast.study.numbers import listed
-from holdfast.study.rows import Results, Row, rows_of
-from holdfast.study.verdict import CONTROL, DIFFERS, EVERYTHING, FAILED, IDENTICAL, NOT_TESTABLE, SAVING, USUAL, needed
+from holdfast.study.rows import Results, Row, error_text, rows_of
+from holdfast.study.verdict import (
+    CONTROL,
+    DIFFERS,
+    EVERYTHING,
+    FAILED,
+    IDENTICAL,
+    NOT_TESTABLE,
+    SAVING,
+    USUAL,
+    needed,
+    ordinal,
+)
 
+HELD = "holdfast"
 LONGEST = 150  # letters of an error
 
 
@@ -20,7 +32,7 @@ def on_restart(results: Results) -> list[Advice]:
         ours = [row for row in rows if row["framework"] == framework]
         clauses, rests = _plain(framework, [row for row in ours if not row["variant"]])
         for variant in dict.fromkeys(row["variant"] for row in ours if row["variant"]):
-            more, under = _whole([row for row in ours if row["variant"] == variant], f"with {variant}")
+            more, under = _whole([row for row in ours if row["variant"] == variant], variant)
             clauses, rests = clauses + more, rests + under
         if clauses:
             text = f"{framework}: {'. '.join([clauses[0], *map(_begun, clauses[1:])])}."
@@ -32,18 +44,17 @@ def _plain(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
     whole = _whole(rows, "")
     if not any(row["verdict"] == IDENTICAL for row in whole[1]):
         return whole
-    found = (_parts(framework, rows), whole, _usual(rows), _saving(rows))
+    found = (_parts(framework, rows), whole, _usual(framework, rows), _saving(rows))
     return [clause for clauses, _ in found for clause in clauses], [row for _, rests in found for row in rests]
 
 
-def _whole(rows: Sequence[Row], where: str) -> tuple[list[str], list[Row]]:
+def _whole(rows: Sequence[Row], variant: str) -> tuple[list[str], list[Row]]:
     """Whether a restart can be identical at all."""
     control = [row for row in rows if row["case"] == CONTROL]
     whole = [row for row in rows if row["case"] == EVERYTHING]
     untestable = [row for row in [*control, *whole] if row["verdict"] == NOT_TESTABLE]
-    begin = f"{where}, " if where else ""
     if untestable:
-        return [f"{begin}not testable: {untestable[0]['says']}"], untestable
+        return [f"{f'with {variant}, ' if variant else ''}not testable: {untestable[0]['says']}"], untestable
     same = [row for row in whole if row["verdict"] == IDENTICAL]
     other = [row for row in whole if row["verdict"] == DIFFERS]
     failed = [row for row in whole if row["verdict"] == FAILED]
@@ -53,10 +64,10 @@ def _whole(rows: Sequence[Row], where: str) -> tuple[list[str], list[Row]]:
     if other:
         said.append(f"differs when saved at {_places(other)}")
     if failed:
-        said.append(f"failed when saved at {_places(failed)} ({str(failed[0]['says'])[:LONGEST]})")
+        said.append(f"failed when saved at {_places(failed)} ({error_text(str(failed[0]['says']), LONGEST)})")
     if not said:
         return [], []
-    text = f"{begin}with everything restored the run {', but '.join(said)}"
+    text = f"with {f'{variant} and ' if variant else ''}everything restored the run {', but '.join(said)}"
     return [text], [*control, *same, *other, *failed]
 
 
@@ -71,7 +82,7 @@ def _parts(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
     for name in names:
         by_when.setdefault(_missed([row for row in noticed if row["left_out"] == name]), []).append(name)
     shown = [f"{listed(parts)} ({when})" for when, parts in by_when.items()]
-    clauses = [f"for an identical restart save {'; '.join(shown)}"]
+    clauses = [f"for the same run, bit for bit, save what is missed otherwise: {'; '.join(shown)}"]
     rests = noticed
     for verdict, words in ((IDENTICAL, "not missed here"), (NOT_TESTABLE, "not testable"), (FAILED, "failed without")):
         others = [row for row in left if row["verdict"] == verdict and row["left_out"] not in names]
@@ -84,21 +95,25 @@ def _parts(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
 def _missed(rows: Sequence[Row]) -> str:
     """When the absence of a part showed first.
 
-    >>> _missed([{"first_step": 2}, {"first_step": 0}]), _missed([{"first_step": 1}])
-    ('missed at once', 'missed from step 1')
+    >>> _missed([{"first_step": 2}, {"first_step": 0}]), _missed([{"first_step": 3}])
+    ('from the first step after the restart', 'from the 4th step after the restart')
     >>> _missed([{"first_step": None, "where": ["average"]}])
-    'only average differs'
+    'only in average'
     """
     steps = [int(row["first_step"]) for row in rows if row["first_step"] is not None]
     if not steps:
-        return f"only {listed(rows[0]['where'])} differs"
-    return f"missed from step {min(steps)}" if min(steps) else "missed at once"
+        return f"only in {listed(rows[0]['where'])}"
+    return f"from the {ordinal(min(steps))} step after the restart"
 
 
-def _usual(rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
+def _usual(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
+    """Whether the usual way is enough. Where there are no parts, nobody has shown that fewer would do."""
     usual = [row for row in rows if row["case"] == USUAL]
     other = [row for row in usual if row["verdict"] == DIFFERS]
     same = [row for row in usual if row["verdict"] == IDENTICAL]
+    if not other and not any(row["left_out"] for row in rows):
+        own = "a Run saves and restores everything by itself, so there is nothing to leave out"
+        return ([own], same) if same and framework == HELD else ([], [])
     if other:
         return [f"what its documentation saves is not enough: saved at {_places(other)} the run differs"], other
     return ([f"what its documentation saves is enough at {_places(same)}"], same) if same else ([], [])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.study.advice.format import kills
+from holdfast.study.advice.format import NAMED, NEW_NAME, kills
 from holdfast.study.advice.sentence import Advice
 from holdfast.study.numbers import listed
-from holdfast.study.rows import Results, Row, bad_of, blows, main_costs, measured, middle, name_of, same_format
+from holdfast.study.rows import Results, Row, bad_of, blows, main_costs, measured, middle, name_of, overlap, same_format
 from holdfast.words import seconds_text
 
 RENAMED = ", renamed"  # what is added to the name of a format that is written beside the old file and renamed
-NAMED = 5  # formats in one sentence
 
 
 def on_kills(results: Results) -> list[Advice]:
@@ -18,10 +17,15 @@ def on_kills(results: Results) -> list[Advice]:
     if not unsafe:
         return []
     unsafe.sort(key=bad_of, reverse=True)
-    names = [f"{name_of(row)} {bad_of(row)} of {blows(row)}" for row in unsafe]
-    text = f"Killed while overwriting, some formats left neither the old nor the new one whole: {listed(names, NAMED)}"
+    first, *others = (f"{name_of(row)} {bad_of(row)} of {blows(row)}" for row in unsafe)
+    names = listed([f"{first} kills", *others], NAMED)
     remedy, rests = _remedy(results, unsafe)
-    text += f". Write beside the old one, fsync, then rename{remedy}."
+    text = (
+        f"Killed while overwriting, some formats left neither the old nor the new one whole: {names}. "
+        f"Save {NEW_NAME} (a single file can be renamed over it).{remedy}"
+    )
+    if any(row["format"].startswith("orbax") for row in unsafe):
+        text += " Orbax was tried with force=True, that is, overwriting."
     fastest = next(iter(main_costs(results)), None)
     if fastest is not None and same_format(unsafe, fastest):
         lost = seconds_text(middle(fastest, "lost_s"))
@@ -39,11 +43,12 @@ def _remedy(results: Results, unsafe: list[Row]) -> tuple[str, list[Row]]:
         if kill is None or kill["verdict"] != "safe":
             continue
         before, after = same_format(costs, row), same_format(costs, twin)
-        text = f": {row['format']} then survived {blows(kill)} of {blows(kill)}"
+        text = f" So renamed, no kill of {blows(kill)} harmed {row['format']}"
         if before is None or after is None:
-            return text, [kill]
+            return f"{text}.", [kill]
         lost = [seconds_text(middle(each, "lost_s")) for each in (after, before)]
-        return f"{text}, at {lost[0]} lost a save against {lost[1]}", [kill, before, after]
+        alike = ", no difference that could be told" if overlap(before, after, "lost_s") else ""
+        return f"{text}; a save cost {lost[0]} against {lost[1]}{alike}.", [kill, before, after]
     return "", []
 
 

@@ -16,6 +16,7 @@ from holdfast.study.inside.session import Session
 
 OLD, NEW = 1, 2
 POLL = 0.001  # seconds between two looks at a save
+OVER = b"."
 
 
 def versions_of(session: Session) -> dict[str, Any]:
@@ -34,15 +35,18 @@ def overwrite(session: Session, *, form: str, folder: str, version: int) -> dict
     return {}
 
 
-def doom(session: Session, *, shapes: Shapes, form: str, folder: str, delay: float | None) -> dict[str, Any]:
-    """A fork of this process makes a model and saves the new version of it; ``delay`` seconds after that save began it
-    is killed, if it is not over yet. None lets it end.
+def doom(
+    session: Session, *, shapes: Shapes, form: str, folder: str, delay: float | None, from_change: bool = False
+) -> dict[str, Any]:
+    """A fork of this process makes a model and saves the new version of it; ``delay`` seconds after that save began, or
+    after it first changed a file that had been there (``from_change``), it is killed, if it is not over yet. None
+    lets it end.
 
     This process must not have made a model itself: no framework bears a fork once its threads run, all of them do
     before. The save is over when its call returns, synced or not: the kernel loses nothing when a process dies.
     ``touched``: when it began to change files; no kill before that can do harm.
     """
-    before, touched = _seen(folder), 0.0
+    before, touched, changed = _seen(folder), 0.0, 0.0
     ready, begun = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -50,23 +54,26 @@ def doom(session: Session, *, shapes: Shapes, form: str, folder: str, delay: flo
     os.close(begun)
     with os.fdopen(ready, "rb", buffering=0) as told:
         told.read(1)  # it saves from now on
-        begin = time.monotonic()
-        while not select.select([told], [], [], POLL)[0]:  # what can be read now is that it has ended
-            seconds = time.monotonic() - begin
-            if not touched and _seen(folder) != before:
-                touched = seconds
-            if delay is not None and seconds >= delay:
+        begin, seconds = time.monotonic(), 0.0
+        while not select.select([told], [], [], POLL)[0]:  # what can be read now is that the save is over
+            seconds, now = time.monotonic() - begin, _seen(folder)
+            touched = touched or (seconds if now != before else 0.0)
+            changed = changed or (seconds if any(now.get(name) != old for name, old in before.items()) else 0.0)
+            start = changed if from_change else 0.0
+            if delay is not None and (changed or not from_change) and seconds >= start + delay:
                 os.kill(pid, signal.SIGKILL)
                 break
+        else:
+            seconds = time.monotonic() - begin
+        over = told.read()
         _, status = os.waitpid(pid, 0)
-        seconds = time.monotonic() - begin
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
-            raise RuntimeError(told.read().decode(errors="replace"))
-    return {"killed": os.WIFSIGNALED(status), "touched": touched, "seconds": seconds}
+            raise RuntimeError(over.decode(errors="replace").lstrip("!"))
+    return {"killed": not over and os.WIFSIGNALED(status), "touched": touched, "seconds": seconds}
 
 
-def _seen(folder: str) -> dict[str, tuple[int, int]]:
-    """Sizes and times of all that is there."""
+def _seen(folder: str) -> dict[str, tuple[int, int, int]]:
+    """Which file it is, its size and its time, of all that are there."""
     found = {}
     for place, _, files in os.walk(folder):
         for name in files:
@@ -74,22 +81,23 @@ def _seen(folder: str) -> dict[str, tuple[int, int]]:
                 status = os.stat(os.path.join(place, name))
             except FileNotFoundError:
                 continue  # renamed meanwhile
-            found[os.path.join(place, name)] = (status.st_size, status.st_mtime_ns)
+            found[os.path.join(place, name)] = (status.st_ino, status.st_size, status.st_mtime_ns)
     return found
 
 
 def _save_and_exit(session: Session, shapes: Shapes, form: str, folder: Path, begun: int) -> NoReturn:
-    """Tells when the save begins, by one byte; then what went wrong, if anything."""
+    """Tells when the save begins, by one byte; then that it is over, by another, or what went wrong."""
     code = 1
     try:
         session.training = session.adapter.make(shapes, NEW)
         session.training.reset(NEW)
         os.write(begun, b"!")
         _save(session, form, folder)
+        os.write(begun, OVER)
         code = 0
     except Exception as e:  # the study wants to know; and a fork must not go on as its parent
         traceback.print_exc()
-        os.write(begun, f"!{_words(e)}".encode())
+        os.write(begun, f"!{_words(e)}".encode())  # the first byte is read if the save had not begun
     finally:
         os._exit(code)
 

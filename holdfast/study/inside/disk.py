@@ -15,6 +15,11 @@ CACHESTAT = 451  # the number of the system call, the same on all processors; Py
 MEMORY = Path("/dev/shm")  # a file system without a disk below it
 
 
+def memory_of(pid: int) -> Path:
+    """A process' folder there, whoever removes it."""
+    return MEMORY / f"holdfast-study-{pid}"
+
+
 def empty(folder: Path) -> None:
     """The folder is there and has nothing in it, and the disk has nothing else to do."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -76,6 +81,10 @@ class Peak:
     """How far this process's memory has risen above where it was; None where the kernel does not tell."""
 
     def __init__(self) -> None:
+        try:
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used first, and not be seen
+        except AttributeError:
+            pass  # another C library, which keeps less
         self._before = _status("VmRSS")
         try:
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew

@@ -7,16 +7,38 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any, NoReturn
 
-from holdfast.study import adapters
 from holdfast.study.inside import crash, lesson, ranks, save
 from holdfast.study.inside.session import Session
 
 Operation = Callable[..., dict[str, Any]]
+
+
+def serve(framework: str) -> None:
+    """Until the study closes the pipe."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    _answer_all(Session(framework), sys.stdin, answers)
+
+
+def _answer_all(session: Session, requests: IO[str], answers: IO[str]) -> None:
+    session.pipes = requests, answers
+    for line in requests:
+        request = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            session.begin()
+            answer = {"ok": OPERATIONS[request.pop("op")](session, **request)}
+        except Exception as e:  # whatever a framework raises is a row of the study, not its end
+            traceback.print_exc()
+            answer = {"error": f"{type(e).__name__}: {e}".strip()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 def hello(session: Session) -> dict[str, Any]:
@@ -33,6 +55,42 @@ def hello(session: Session) -> dict[str, Any]:
     }
 
 
+def fork(session: Session, *, address: str, log: str) -> dict[str, Any]:
+    """Another process like this one, without the seconds that an import takes; it answers at that socket.
+
+    This process must not have made a model itself: no framework bears a fork once its threads run, all do before.
+    """
+    pid = os.fork()
+    if pid == 0:
+        _go_on_as_fork(session, address, log)
+    return {"pid": pid}
+
+
+def _go_on_as_fork(session: Session, address: str, log: str) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number in (1, 2):
+            os.dup2(errors, number)
+        for pipe in session.pipes:
+            pipe.close()  # whoever waits for the other process' end must not wait for this one's
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(address)
+            _answer_all(session, line.makefile("r"), line.makefile("w"))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # nothing of the other process is this one's to end
+
+
+def ended(session: Session, *, pid: int, wait: bool) -> dict[str, Any]:
+    """How a fork has ended: its exit code, a signal's number below zero, or None if it has not."""
+    found, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
+    return {"code": os.waitstatus_to_exitcode(status) if found else None}
+
+
 OPERATIONS: dict[str, Operation] = {
     "hello": hello,
     "make": save.make,
@@ -47,22 +105,6 @@ OPERATIONS: dict[str, Operation] = {
     "overwrite": crash.overwrite,
     "versions_of": crash.versions_of,
     "look": crash.look,
+    "fork": fork,
+    "ended": ended,
 }
-
-
-def serve(framework: str) -> None:
-    """Until the study closes the pipe."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    session = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: dict[str, Any]
-        try:
-            session = session or Session(adapters.find(framework))
-            answer = {"ok": OPERATIONS[request.pop("op")](session, **request)}
-        except Exception as e:  # whatever a framework raises is a row of the study, not its end
-            traceback.print_exc()
-            answer = {"error": f"{type(e).__name__}: {e}".strip()}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
 
+from holdfast.study import adapters
 from holdfast.study.adapters.base import Adapter, Training, Wait
 
 
 class Session:
     """The adapter, and the model that was made last."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+    adapter: Adapter
+    pipes: tuple[IO[str], IO[str]]  # requests, answers
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
         self._training: Training | None = None
+
+    def begin(self) -> None:
+        """Imports the framework, with the first request: what goes wrong is an answer then."""
+        if not hasattr(self, "adapter"):
+            self.adapter = adapters.find(self._framework)
 
     @property
     def training(self) -> Training:

@@ -2,59 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from holdfast.study.plots.look import BLUE, DARK, RED, Entry, entitle, headed, label_lines, sheet, shortened
+from holdfast.study.plots.look import (
+    BLUE,
+    DARK,
+    GREY,
+    RED,
+    STEPS,
+    Entry,
+    entitle,
+    headed,
+    label_lines,
+    log_ticks,
+    sheet,
+    shortened,
+)
 from holdfast.study.rows import Results, Row, failure, middle, rows_of
 from holdfast.words import seconds_text
 
-MARKS = ("o", "s", "^", "D", "P", "v")  # of models, in turn
-COLORS = (BLUE, "#e9a23b", DARK, RED, "#2a9d8f", "#6a4c93")
+MARKS = (("o", 5.5), ("s", 5), ("^", 5.5), ("D", 4.4), ("P", 5.5), ("v", 5.5))  # of models, in turn: they look equal
+COLORS = (BLUE, DARK, "#f0b955", RED, "#2a9d8f", "#6a4c93")  # neighbours differ in print without colours, too
+MARK: Any = {"linestyle": "", "markeredgecolor": "white", "markeredgewidth": 0.5}
 LARGE = 112.0  # per cent: what is larger stands at the edge, with its number
-LINE = 0.3  # inches: several marks lie beside each other in a line
+LEAST = 1e-4  # seconds: rows are rounded to it, and a logarithm of nothing has no place
+LINE, MORE = 0.26, 0.035  # inches of a line, and for each model: their marks lie below each other in it
 
 
 def draw_formats(path: Path, results: Results) -> bool:
-    """Whether there was anything to draw."""
+    """Two panels with the same lines, sizes and times. Whether there was anything to draw."""
     rows = rows_of(results, "formats")
-    if not any(not failure(row) for row in rows):
+    good = [row for row in rows if not failure(row)]
+    if not good:
         return False
     entries, models = headed(rows), list(dict.fromkeys(str(row["model"]) for row in rows))
-    with sheet(path, [1.2 + LINE * len(entries), 0.7 + LINE * len(entries)]) as (sizes, times):
+    with sheet(path, [1.5 + (LINE + MORE * len(models)) * len(entries)], columns=2) as (sizes, times):
         for axes in (sizes, times):
             label_lines(axes, entries)
-            axes.grid(alpha=0.3)
-        times.set_xscale("log")
+            _draw_bands(axes, len(entries))
+        times.tick_params(labelleft=False)
         for number, model in enumerate(models):
-            ours = [row for row in rows if row["model"] == model]
-            shift = (number + 0.5) / len(models) - 0.5
-            style: Any = {"marker": MARKS[number % len(MARKS)], "color": COLORS[number % len(COLORS)], "linestyle": ""}
-            style |= {"label": shortened(model), "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.5}
-            _draw_points(sizes, entries, ours, shift, lambda row: min(100 * float(row["of_raw_bytes"]), LARGE), style)
-            _draw_points(times, entries, ours, shift, lambda row: middle(row, "save_s"), style)
-        _draw_notes(sizes, _larger(entries, rows))
+            ours, shift = [row for row in good if row["model"] == model], (number + 0.5) / len(models) - 0.5
+            places = [place_of(entries, row) + 0.84 * shift for row in ours]  # equal ones must not hide each other
+            marker, size = MARKS[number % len(MARKS)]
+            style: Any = {"marker": marker, "markersize": size, "color": COLORS[number % len(COLORS)], **MARK}
+            sizes.plot([min(_percent(row), LARGE) for row in ours], places, label=shortened(model), **style)
+            times.plot([_seconds(row) for row in ours], places, **style)
+        _set_sizes(sizes, [_percent(row) for row in good])
+        _set_times(times, [_seconds(row) for row in good])
+        _draw_notes(sizes, _larger(entries, good))
         _draw_notes(times, _failed(entries, rows))
-        sizes.axvline(100, color="black", linestyle="--", linewidth=1)
-        sizes.set_title("Size (% of the raw bytes)")
-        times.set_title("Time to save, on the disk (logarithmic)")
-        times.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds_text(value)))
+        _draw_key(sizes, any(map(failure, rows)))
         entitle(sizes, "Formats and sizes")
-        handles, labels = sizes.get_legend_handles_labels()
-        sizes.figure.legend(handles, labels, loc="outside lower left", ncols=4, columnspacing=1.0, handletextpad=0.2)
     return True
 
 
-def _draw_points(
-    axes: Axes, entries: Sequence[Entry], rows: Sequence[Row], shift: float, value: Callable[[Row], float], style: Any
-) -> None:
-    """A mark in the line of each format, at the model's own height, so that equal ones do not hide each other."""
-    points = [(value(row), place_of(entries, row) + 0.92 * shift) for row in rows if not failure(row)]
-    axes.plot([x for x, _ in points], [y for _, y in points], **style)
+def _draw_bands(axes: Axes, lines: int) -> None:
+    """Every other line is shaded: with several marks in a line, it must be seen where it ends."""
+    axes.grid(axis="x", which="both", alpha=0.3)
+    for place in range(0, lines, 2):
+        axes.axhspan(place - 0.5, place + 0.5, color=GREY, alpha=0.3, linewidth=0, zorder=0)
+
+
+def _percent(row: Row) -> float:
+    return 100 * float(row["of_raw_bytes"])
+
+
+def _seconds(row: Row) -> float:
+    return max(LEAST, middle(row, "save_s"))
+
+
+def _set_sizes(axes: Axes, percents: Sequence[float]) -> None:
+    """Never so near that a thousandth looks large."""
+    axes.axvline(100, color="black", linestyle="--", linewidth=1, zorder=1)
+    axes.set_xlim(min(98.0, min(percents) - 1), min(max(102.0, max(percents)), LARGE) + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=STEPS))
+    axes.set_title("Size")
+    axes.set_xlabel("% of raw bytes")
+
+
+def _set_times(axes: Axes, seconds: Sequence[float]) -> None:
+    low, high = min(seconds) / 1.6, max(seconds) * 1.6
+    if high < 6.25 * low:  # too short for two round numbers
+        low, high = low / 1.6, high * 1.6
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.set_xticks(log_ticks(low, high, most=3))
+    axes.xaxis.set_minor_locator(LogLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds_text(value)))
+    axes.set_title("Time to save")
+    axes.set_xlabel("on the disk (log.)")
+
+
+def _draw_key(axes: Axes, is_failed: bool) -> None:
+    handles, _ = axes.get_legend_handles_labels()
+    if is_failed:
+        handles.append(Line2D([], [], marker="$✗$", color="black", linestyle="", label="failed"))
+    axes.figure.legend(handles=handles, loc="outside lower left", ncols=5, columnspacing=1.0, handletextpad=0.2)
 
 
 def place_of(entries: Sequence[Entry], row: Row) -> int:
@@ -63,25 +114,27 @@ def place_of(entries: Sequence[Entry], row: Row) -> int:
     return next(n for n, (_, each) in enumerate(entries) if each and (each["framework"], each["format"]) == wanted)
 
 
-def _larger(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, list[str]]:
-    """What lies beyond the edge, by line."""
+def _larger(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, str]:
+    """What lies beyond the edge, by line; in the order of the models."""
     found: dict[int, list[str]] = {}
     for row in rows:
-        if not failure(row) and 100 * row["of_raw_bytes"] > LARGE:
-            found.setdefault(place_of(entries, row), []).append(f"{row['model']} → {row['of_raw_bytes']:.0%}")
-    return found
+        if _percent(row) > LARGE:
+            found.setdefault(place_of(entries, row), []).append(f"{row['of_raw_bytes']:.0%}")
+    return {place: f"→ {', '.join(words)}" for place, words in found.items()}
 
 
-def _failed(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, list[str]]:
+def _failed(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, str]:
+    """The models that a format failed with, by line."""
     found: dict[int, list[str]] = {}
     for row in rows:
         if failure(row):
-            found.setdefault(place_of(entries, row), []).append(f"{row['model']} ✗ failed")
-    return found
+            found.setdefault(place_of(entries, row), []).append(str(row["model"]))
+    return {place: f"✗ {', '.join(words)}" for place, words in found.items()}
 
 
-def _draw_notes(axes: Axes, notes: dict[int, list[str]]) -> None:
-    """Words at the right end of a line."""
-    for place, words in notes.items():
-        text = shortened(", ".join(words), 40)
-        axes.text(0.96, place, text, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=9.5)
+def _draw_notes(axes: Axes, notes: dict[int, str]) -> None:
+    """Words behind the right end of a line, where no mark is."""
+    for place, text in notes.items():
+        axes.text(
+            1.02, place, shortened(text, 16), transform=axes.get_yaxis_transform(), ha="left", va="center", fontsize=9.5
+        )

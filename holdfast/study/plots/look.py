@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -17,8 +19,8 @@ from matplotlib.axes import Axes
 from holdfast.study.rows import Row
 
 WIDTH, DPI = 5.5, 180  # inches: a phone shows it at about 70 pixels to the inch
-LINE = 0.27  # inches of a line in a list of formats
-DARK, BLUE, LIGHT, SAND, GREY, RED = "#16324f", "#5aa0e0", "#cfe3f7", "#f6c58f", "#c9d2db", "#d62839"
+DARK, BLUE, SAND, GREY, RED = "#16324f", "#5aa0e0", "#f6c58f", "#c9d2db", "#d62839"
+STEPS = (1, 2, 5, 10)  # of ticks: people read these best
 STYLE: Any = {
     "font.size": 10.5,
     "axes.spines.top": False,
@@ -36,11 +38,12 @@ Entry = tuple[str, Row | None]  # a label, and what it stands for; None: a headi
 
 
 @contextmanager
-def sheet(path: Path, heights: Sequence[float], *, room: float = 0.0) -> Iterator[list[Axes]]:
-    """Panels below each other, saved at the end; ``room``: inches for what is around them."""
+def sheet(path: Path, heights: Sequence[float], *, columns: int = 1, room: float = 0.0) -> Iterator[list[Axes]]:
+    """Panels below (and beside) each other, saved at the end; ``room``: inches for what is around them."""
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
             len(heights),
+            columns,
             squeeze=False,
             figsize=(WIDTH, sum(heights) + room),
             dpi=DPI,
@@ -48,7 +51,7 @@ def sheet(path: Path, heights: Sequence[float], *, room: float = 0.0) -> Iterato
             height_ratios=heights,
         )
         try:
-            yield list(grid[:, 0])
+            yield list(grid.flat)
             figure.savefig(path)
         finally:
             plt.close(figure)
@@ -56,7 +59,7 @@ def sheet(path: Path, heights: Sequence[float], *, room: float = 0.0) -> Iterato
 
 def entitle(axes: Axes, title: str, key: str = "") -> None:
     """A title above everything, and below it how to read the picture; both begin at the left edge."""
-    axes.figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    axes.figure.suptitle(fill(title, 52), x=0.01, ha="left", fontsize=12, fontweight="bold")
     if key:
         axes.figure.supxlabel(key, x=0.01, ha="left", fontsize=9.5)
 
@@ -85,6 +88,23 @@ def label_lines(axes: Axes, entries: Sequence[Entry]) -> None:
         tick.set_fontweight("normal" if row else "bold")
     axes.set_ylim(len(entries) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
+
+
+def log_ticks(low: float, high: float, most: int = 4) -> list[float]:
+    """Round numbers for a logarithmic axis, few enough that their texts stay apart, yet two where there is room for it:
+    powers of ten alone would leave a short axis without a number.
+
+    >>> log_ticks(0.06, 0.7), log_ticks(0.001, 2.0, most=3)
+    ([0.1, 0.2, 0.5], [0.001, 0.1])
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for steps, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
+        ticks = [float(f"{step}e{power}") for power in powers[::every] for step in steps]
+        found = [tick for tick in ticks if low <= tick <= high]
+        if len(found) <= most:
+            break
+    return found
 
 
 def shortened(text: str, most: int = 24) -> str:

@@ -8,18 +8,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from holdfast.study.plots.look import GREY, LIGHT, SAND, entitle, headed, label_lines, sheet, shortened
+from holdfast.study.plots.look import GREY, entitle, headed, label_lines, sheet, shortened
 from holdfast.study.rows import Results, Row, crash_text, failure, rows_of, runs_of
 from holdfast.study.verdict import CONTROL, DIFFERS, IDENTICAL, NOT_TESTABLE, SAVING
 
+GOOD, BAD = "#deecfa", "#f2a55e"  # far enough from each other in print without colours
 CELL = 0.3  # inches, its height
 BESIDE = 5  # frameworks beside each other: more go below
 VARIANTS = 3  # the same of variants, which have longer names
 KEY = (
     "=  identical      n  first step that differs (0: the first)\n"
     "w  same losses, other weights or state\n"
-    "?  not testable: two undisturbed runs differ      ✗  failed\n"
-    "Three boxes: saved at "
+    "?  not testable: two undisturbed runs differ      ✗  failed"
 )
 
 CRASH_KEY = (
@@ -42,8 +42,19 @@ def draw_determinism(path: Path, results: Results) -> bool:
     with sheet(path, heights, room=0.9 + 1.05 * len(heights)) as panels:
         for axes, block, part, names in zip(panels, blocks, found, cases, strict=True):
             _draw_block(axes, block, names, part, places)
-        entitle(panels[0], "Is the run after a restart identical?", KEY + ", ".join(places))
+        entitle(panels[0], "Is the run after a restart identical?", KEY + _places_text(places))
     return True
+
+
+def _places_text(places: Sequence[str]) -> str:
+    """What the boxes beside each other are.
+
+    >>> _places_text(["step 0", "mid-epoch"])
+    '\\nBoxes from the left: saved at step 0, mid-epoch'
+    """
+    if not places:
+        return ""
+    return f"\n{'Boxes from the left: saved' if len(places) > 1 else 'Saved'} at {', '.join(places)}"
 
 
 def _blocks(rows: Sequence[Row], most: int) -> Iterator[list[str]]:
@@ -86,12 +97,13 @@ def mark_of(row: Row) -> tuple[str, str]:
     ('2', '?')
     """
     if row["verdict"] == DIFFERS:
-        return ("w" if row["first_step"] is None else str(row["first_step"])), SAND
-    return {IDENTICAL: ("=", LIGHT), NOT_TESTABLE: ("?", GREY)}.get(row["verdict"], ("✗", "white"))
+        return ("w" if row["first_step"] is None else str(row["first_step"])), BAD
+    return {IDENTICAL: ("=", GOOD), NOT_TESTABLE: ("?", GREY)}.get(row["verdict"], ("✗", "white"))
 
 
-def _draw_box(axes: Axes, left: float, top: float, width: float, text: str, color: str, edge: str = "white") -> None:
-    axes.add_patch(Rectangle((left, top), width, 1, facecolor=color, edgecolor=edge, linewidth=1.5))
+def _draw_box(axes: Axes, left: float, top: float, width: float, text: str, color: str) -> None:
+    edge, order = (GREY, 2) if color == "white" else ("white", 1)  # an empty box has a frame, above its neighbours'
+    axes.add_patch(Rectangle((left, top), width, 1, facecolor=color, edgecolor=edge, linewidth=1.5, zorder=order))
     axes.text(left + width / 2, top + 0.52, text, ha="center", va="center", fontsize=9.5)
 
 
@@ -106,8 +118,7 @@ def draw_crashes(path: Path, results: Results) -> bool:
         for place, (_, entry) in enumerate(entries):
             for row in rows:
                 if entry and (row["framework"], row["format"]) == (entry["framework"], entry["format"]):
-                    text, color, edge = _outcome(row)
-                    _draw_box(axes, kinds.index(row["what"]), place - 0.5, 1, text, color, edge)
+                    _draw_box(axes, kinds.index(row["what"]), place - 0.5, 1, *_outcome(row))
         axes.set_xlim(0, len(kinds))
         axes.set_xticks([n + 0.5 for n in range(len(kinds))], kinds)
         axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
@@ -117,8 +128,8 @@ def draw_crashes(path: Path, results: Results) -> bool:
     return True
 
 
-def _outcome(row: Row) -> tuple[str, str, str]:
-    """A text, a colour and the colour of the frame."""
+def _outcome(row: Row) -> tuple[str, str]:
+    """A text and a colour."""
     if failure(row):
-        return "failed", "white", GREY
-    return crash_text(row), LIGHT if row["verdict"] == "safe" else SAND, "white"
+        return "failed", "white"
+    return crash_text(row), GOOD if row["verdict"] == "safe" else BAD

@@ -14,7 +14,7 @@ from holdfast.study.rows import Results
 Pictures = dict[str, tuple[Path, str]]  # by the key of the table that it belongs to; with what it shows, in words
 DRAWN = {
     "interval": ("interval.png", draw_interval, "Share of time that trains against the interval between saves"),
-    "cost": ("cost.png", draw_cost, "Time of a save by format, in its parts, against the raw disk"),
+    "cost": ("cost.png", draw_cost, "Time of a save by format, in its parts, and lost training, against the raw disk"),
     "formats": ("formats.png", draw_formats, "Size and time to save by format and model"),
     "scale": ("scale.png", draw_scale, "Seconds of the slowest rank against ranks, and bytes beyond one copy"),
     "determinism": ("determinism.png", draw_determinism, "Parts left out against frameworks: is the restart identical"),

@@ -17,12 +17,14 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --paper: #12181f; --soft: #9aa7b4; --line: #33404d;
   --band: #1a222b; --mark: #4a3f10; --link: #8fc1f5; } }
 * { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 body { margin: 0 auto; padding: 1rem; max-width: 75rem; color: var(--ink); background: var(--paper);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .3rem; }
 p { margin: .3rem 0 .8rem; max-width: 46rem; } .soft { color: var(--soft); font-size: .9rem; }
 a { color: var(--link); } ol { padding-left: 1.5rem; max-width: 46rem; } li { margin: .7rem 0; }
-nav { margin: .8rem 0; } nav a { margin-right: .9rem; display: inline-block; padding: .2rem 0; }
+nav { margin: .8rem 0; } nav a { margin-right: .9rem; display: inline-block; padding: .45rem 0; }
+li .soft a { padding: .4rem .2rem; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; font-size: .85rem; width: 100%; }
 th, td { padding: .35rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.study.report.tables import Cell, Table
 from holdfast.study.rows import Results
+from holdfast.words import ranges_text
 
 
 def document(
@@ -24,7 +25,7 @@ def document(
         lines += ["", "## Advice", ""]
     for number, each in enumerate(results["advice"], 1):
         rows = sorted(numbers[row] for row in each["rests_on"])
-        rests = f"rests on row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
+        rests = f"rests on row{'s' if len(rows) > 1 else ''} {ranges_text(rows)}"
         lines.append(f"{number}. {plain(each['sentence'])} ({rests})")
     lines += _picture(pictures.get("interval"))
     for table in found:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.study.numbers import plain_text, ratio_text, spread_text
-from holdfast.study.rows import Results, Row, failure, rows_of, runs_of
+from holdfast.study.numbers import duration_text, plain_text, ratio_text, spread_text
+from holdfast.study.report import says
+from holdfast.study.rows import Results, Row, error_text, failure, rows_of, runs_of
 from holdfast.words import seconds_text, size_text
 
 YES_NO = {True: "yes", False: "no", None: "?"}
@@ -57,7 +58,7 @@ def _listed(key: str, title: str, says: str, head: Sequence[Column], rest: Seque
         yield Cell(text="", row=row["id"])
         yield from (Cell(text=show(row)) for _, show in head)
         if why := failure(row):
-            yield Cell(text=f"failed: {why}")
+            yield Cell(text=f"failed: {error_text(why)}")
         else:
             yield from (Cell(text=show(row)) for _, show in rest)
 
@@ -95,9 +96,7 @@ def _cost(results: Results) -> Table:
     return _listed(
         "cost",
         "What a checkpoint costs",
-        "Lost: training time, with steps running beside the save. Stall: until the call returned. Durable: until all "
-        "was on the disk. Times raw disk: against direct writes of as many bytes, in the same round. Serialise: "
-        "the same save without a disk. Median (lowest to highest).",
+        says.COST,
         [MODEL, FRAMEWORK, FORMAT],
         [
             (">lost", _seconds("lost_s")),
@@ -131,7 +130,7 @@ def _formats(results: Results) -> Table:
     return _listed(
         "formats",
         "Formats and sizes",
-        "Of raw: the bytes on the disk over those of weights and momentum. Saved and on the disk; loaded cold.",
+        says.FORMATS,
         [MODEL, FRAMEWORK, FORMAT],
         [
             (">size", _size("bytes")),
@@ -149,7 +148,7 @@ def _scale(results: Results) -> Table:
     return _listed(
         "scale",
         "Scale",
-        "All ranks hold the same state. Beyond one copy: bytes on the disk that are there twice.",
+        says.SCALE,
         [FRAMEWORK, ("strategy", _text("strategy")), (">ranks", _text("ranks"))],
         [
             (">slowest rank", _seconds("slowest_s")),
@@ -172,13 +171,12 @@ def _determinism(results: Results) -> Table:
     lines = []
     for (runs, case), found in cases.items():
         shown = [found.get(place) for place in ([None] if None in found else places)]
-        cells = [Cell(text=row["says"], row=row["id"]) if row else Cell(text="") for row in shown]
+        cells = [Cell(text=error_text(row["says"]), row=row["id"]) if row else Cell(text="") for row in shown]
         lines.append([Cell(text=runs), Cell(text=case), *cells])
     return Table(
         key="determinism",
         title="Determinism",
-        says="Is the run after a restart in a fresh process the undisturbed one, bit for bit? Control: two undisturbed "
-        "runs. Usual: what the framework's documentation saves. Where the control differs, nothing can be judged.",
+        says=says.DETERMINISM,
         columns=["framework", "case", *(f"saved at {place}" for place in places)],
         lines=lines,
     )
@@ -198,23 +196,24 @@ def _states(results: Results) -> Table:
     return Table(
         key="states",
         title="What a restart may need",
-        says="The parts that were left out one by one, and whether the usual way has them.",
+        says=says.STATES,
         columns=["framework", "part", "what it is", "in the usual way"],
         lines=lines,
     )
 
 
 def _crash_safety(results: Results) -> Table:
+    kills = [row for row in rows_of(results, "crash_safety") if row["what"] == "kill"]
+    models = list(dict.fromkeys(str(row["model"]) for row in kills if row.get("model")))
     return _listed(
         "crash_safety",
         "Crash safety",
-        "Kill: SIGKILL at a random moment of a save that overwrites; then the old or the new one must load. Bit flip, "
-        "truncation: a file is damaged; that must be noticed on loading.",
+        says.CRASH_SAFETY + says.killed(models),
         [FRAMEWORK, FORMAT, ("what", _text("what"))],
         [
             (">tries", _text("tries")),
             ("outcome", outcome_text),
-            ("verdict", _text("verdict")),
+            ("verdict", lambda row: says.VERDICTS[row["what"] == "kill"].get(row["verdict"], str(row["verdict"]))),
             ("in words", _said),
         ],
         rows_of(results, "crash_safety"),
@@ -232,14 +231,14 @@ def outcome_text(row: Row) -> str:
 
 
 def _said(row: Row) -> str:
-    return "; ".join([str(row["says"]), *map(str, row.get("errors") or ())])
+    return "; ".join([str(row["says"]), *(error_text(str(error)) for error in row.get("errors") or ())])
 
 
 def _limits(results: Results) -> Table:
     return _listed(
         "limits",
         "Limits of this machine",
-        "What no format can beat, measured in the same rounds. Raw disk: direct writes and fsync.",
+        says.LIMITS,
         [MODEL, ("limit", _text("name"))],
         [
             (">bytes", _size("bytes")),
@@ -261,7 +260,7 @@ def _frameworks(results: Results) -> Table:
     return Table(
         key="frameworks",
         title="What was studied",
-        says="Each framework runs in an environment of its own; one that could not be installed says why.",
+        says=says.FRAMEWORKS,
         columns=["framework", "installed", "why", "versions", ">installed in"],
         lines=[line(row) for row in rows_of(results, "frameworks")],
     )
@@ -269,20 +268,23 @@ def _frameworks(results: Results) -> Table:
 
 def _machine(results: Results) -> Table:
     facts = {**results.get("machine", {}), **results.get("settings", {})}
+    names = {name: says.SETTINGS.get(name, name.replace("_", " ")) for name in facts}
     return Table(
         key="machine",
         title="Machine and settings",
-        says="The numbers are of this machine and of no other.",
-        columns=["", ""],
-        lines=[[Cell(text=name.replace("_", " ")), Cell(text=_fact(value))] for name, value in facts.items()],
+        says=says.MACHINE,
+        columns=["what", "here"],
+        lines=[[Cell(text=names[name]), Cell(text=_fact(name, value))] for name, value in facts.items()],
     )
 
 
-def _fact(value: Any) -> str:
+def _fact(name: str, value: Any) -> str:
     """
-    >>> _fact(["gpt", "lenet"]), _fact(True), _fact(2)
-    ('gpt, lenet', 'yes', '2')
+    >>> _fact("models", ["gpt", "lenet"]), _fact("quick", True), _fact("cores", 2), _fact("mtbf_s", 21600.0)
+    ('gpt, lenet', 'yes', '2', '6 h')
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if name == "mtbf_s":
+        return duration_text(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
