@@ -129,7 +129,7 @@ class Run:
         device: str | torch.device | None = None,
     ) -> None:
         check_settings(numerics, seed)
-        check_sync(sync, stages=stages, memory=memory, profile=profile, update=update, log=log)
+        check_sync(sync, stages=stages, memory=memory, profile=profile, update=update, log=log, partition=partition)
         policy = None if isinstance(sync, str) else sync
         stages = stages if policy is None else 1
         check_update(update, clip_norm=clip_norm, stages=stages, every=every, log=log)
@@ -330,7 +330,7 @@ class Run:
         """Of this worker: steps, synchronisations, bytes sent, and how far replicas were apart."""
         if self._apart is not None:
             return self._apart.totals
-        return Totals(steps=self.step, synchronised=self.step, sent=self._cohort.sent)
+        return Totals(steps=self.step, synchronised=self.step, exchanged=self.step, sent=self._cohort.sent)
 
     # --- evaluation and results ------------------------------------------------------------------
 

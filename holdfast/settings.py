@@ -69,9 +69,16 @@ def check_update(update: Any, *, clip_norm: float | None, stages: Any, every: An
         raise UsageError("update='commit-copy' cannot take back what is logged", hint="leave out log=")
 
 
-def check_sync(sync: Any, *, stages: Any, memory: Any, profile: Any, update: str, log: Any) -> None:
+def check_sync(
+    sync: Any, *, stages: Any, memory: Any, profile: Any, update: str, log: Any, partition: Partition | None
+) -> None:
     """A policy's replicas train apart, so each needs the whole model, and nothing of the others at each step."""
     if sync == "every-step":
+        if partition is not None:
+            raise UsageError(
+                "a partition says what each replica reads, and with sync='every-step' all read one batch",
+                hint="give a policy: sync=SelSync(target=0.1), or SelSync(delta=0) for every step",
+            )
         return
     if not isinstance(sync, Policy):
         raise UsageError(

@@ -35,19 +35,21 @@ class Syncs:
     number: int = 0
     sent: dict[str, int] = field(default_factory=dict)  # bytes, of each worker
     distance: float = 0.0  # between replicas, at the last one
+    lssr: float = 0.0  # the share of steps without an exchange
 
     def hear(self, event: Event) -> None:
         self.number = max(self.number, event["number"])
         self.sent[event["worker"]] = event["total"]
         self.distance = event["distance"] or 0.0
+        self.lssr = event["lssr"]
 
     def text(self, step: int) -> str:
         """
-        >>> Syncs(number=2, sent={"0.0": 3_000_000}, distance=0.25).text(20)
-        'synchronised 2 times in 20 steps, 3 MB sent, replicas 0.25 apart'
+        >>> Syncs(number=2, sent={"0.0": 3_000_000}, distance=0.25, lssr=0.9).text(20)
+        'synchronised 2 times in 20 steps (LSSR 0.90), 3 MB sent, replicas 0.25 apart'
         """
-        sent = size_text(sum(self.sent.values()))
-        return f"synchronised {self.number} times in {step} steps, {sent} sent, replicas {self.distance:.2f} apart"
+        sent, apart = size_text(sum(self.sent.values())), f"replicas {self.distance:.2f} apart"
+        return f"synchronised {self.number} times in {step} steps (LSSR {self.lssr:.2f}), {sent} sent, {apart}"
 
 
 @dataclass(kw_only=True)

@@ -30,6 +30,7 @@ from holdfast.plan.tree import tree_sum
 from holdfast.recovery.cohort import Cohort, Kind, Operation, refuse_to_differ
 from holdfast.recovery.meeting import Meetings
 from holdfast.recovery.settle import Settlement
+from holdfast.sync.begin import mark_of, refuse_other_forms
 from holdfast.sync.exchange import Ballots
 from holdfast.sync.policy import Context, Decision, Policy
 from holdfast.sync.replica import Replica
@@ -60,7 +61,7 @@ class Apart:
         self.replica = Replica(
             policy,
             parameters=model.trainable,
-            buffers=[buffer for unit in model.units for buffer in unit.buffers if buffer.is_floating_point()],
+            buffers=lambda: (buffer for unit in model.units for buffer in unit.buffers),
             optimizer=engine.update.optimizer,
             context=Context(seed=engine.order.seed, steps_per_epoch=engine.order.steps_per_epoch),
         )
@@ -155,8 +156,14 @@ class Apart:
         report = self._update(number)
         if report is None:
             report = self._afterwards(number)
-        self.totals.count(report, sent=self._cohort.sent)
+        self._count(report)
         return self._loss, report
+
+    def _count(self, report: Report, *, step: bool = True) -> None:
+        """One more step apart, or a meeting without one; meetings are told of when they are counted."""
+        self.totals.count(report, sent=self._cohort.sent, step=step)
+        if report.synchronised:
+            self._tell(report)
 
     def _update(self, number: int) -> Report | None:
         """Returns once this replica has made the step; a report if that was by a synchronisation of gradients."""
@@ -177,7 +184,7 @@ class Apart:
 
     def _meet_between(self) -> None:
         """Before a step: what the vote has decided is done here, as those do it who have only just made the last."""
-        self.totals.count(self.meet(CHANGED), sent=self._cohort.sent, step=False)
+        self._count(self.meet(CHANGED), step=False)
         self._between()
 
     def _try(self, number: int) -> Decision | None:
@@ -212,7 +219,9 @@ class Apart:
 
     def _afterwards(self, number: int) -> Report:
         """After this replica's update: act on what has been decided."""
+        pushed = 0
         try:
+            pushed = self._meetings.push(changed=self._changed)
             decision = self._decided(number)
         except Broken:
             self._cohort.rejoin()
@@ -224,13 +233,13 @@ class Apart:
             return Report(synchronised=False, reason=reason)
         if decision.synchronise and not self._is_under_way:
             return self.meet(decision)
-        return report_of(decision, False, "the exchange runs beside the next steps" if self._is_under_way else None)
+        beside = "the exchange runs beside the next steps" if self._is_under_way else None
+        return report_of(decision, False, beside, sent=pushed)
 
     def _decided(self, number: int) -> Decision | None:
         """What is to be done now. Where the exchange runs beside the training, it is started."""
         meetings, group = self._meetings, self._cohort.group
         assert group is not None
-        meetings.push(changed=self._changed)
         if self._changed:
             return None
         if meetings.pending is not None:
@@ -260,37 +269,35 @@ class Apart:
         """Before something that needs equal replicas: an average, unless there was one after the same step."""
         if self._cohort.group is None or not self._cohort.begun or self._is_met(full=full):
             return
-        again = self._is_met(full=False)  # parameters are equal, and the optimizer's state follows
-        report = self.meet(Decision(synchronise=True, reason=why), full=full)
-        if not again:
-            self.totals.count(report, sent=self._cohort.sent, step=False)
+        self._count(self.meet(Decision(synchronise=True, reason=why), full=full), step=False)
 
     def meet(self, decision: Decision, *, full: bool = False) -> Report:
         """All replicas synchronise, here and now."""
-        before = self._cohort.sent
+        pending = self._meetings.pending
+        before = self._cohort.sent - (0 if pending is None else pending.averaging.sent)
 
         def attempt(group: Group) -> list[float]:
             return self._exchange(group, full=full)
 
         spread = self._cohort.commit(Operation(kind=Kind.SYNC, attempt=attempt, apply=self._adopt, step=self.step))
         distance = math.sqrt(max(spread, 0.0))
-        report = report_of(decision, True, distance=distance, sent=self._cohort.sent - before)
-        self._tell(report)
-        return report
+        return report_of(decision, True, distance=distance, sent=self._cohort.sent - before)
 
     def _exchange(self, group: Group, *, full: bool) -> list[float]:
         self._ballots.drop()  # what is under way is of before
         # Whoever has come from another generation must do the same as who was in the middle of a meeting.
         everything = full or self._changed
-        self._agree(group, 2 * self.step + everything)
+        self._agree(group, 2 * self.step + everything, mark_of(self.replica.form(full=everything)))
         return [self._meetings.exchange(group, self.step, full=everything, changed=self._changed)]
 
-    def _agree(self, group: Group, mark: int) -> None:
+    def _agree(self, group: Group, mark: int, form: int) -> None:
         """Before tensors travel: if sizes differ, Gloo ends the process."""
-        marks = torch.tensor([mark, mark**2], dtype=torch.float64, device=self._engine.model.device)
+        device = self._engine.model.device
+        marks = torch.tensor([mark, mark**2, form, form**2], dtype=torch.float64, device=device)
         group.sum(marks)
-        total, squares = marks.tolist()
+        total, squares, forms, form_squares = marks.tolist()
         refuse_to_differ(total, squares, group.size)
+        refuse_other_forms(forms, form_squares, group.size)
 
     def _adopt(self) -> None:
         staged = self._meetings.adopt(self.step)
@@ -323,9 +330,7 @@ class Apart:
             self._between()
             return None
         self.replica.tracker.synchronised(self.step, self.replica.parameters)
-        report = report_of(decision, True, sent=self._cohort.sent - before)
-        self._tell(report)
-        return report
+        return report_of(decision, True, sent=self._cohort.sent - before)
 
     def _tell(self, report: Report) -> None:
         cohort = self._cohort
@@ -338,7 +343,7 @@ class Apart:
             full=self._state.progress["sync"]["full"],
             sent=report.sent,
             total=cohort.sent,
-            number=self.totals.synchronised + 1,
+            number=self.totals.synchronised,
             lssr=self.totals.lssr,
             reason=report.reason,
             **facts,

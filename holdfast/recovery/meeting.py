@@ -107,12 +107,13 @@ class Meetings:
             if changed:
                 self._pushes.abandon()  # nobody listens until all have met
 
-    def push(self, *, changed: bool) -> None:
-        """After an update."""
-        if self._pushes is not None and changed:
+    def push(self, *, changed: bool) -> int:
+        """After an update; returns how many bytes were sent."""
+        if self._pushes is not None and not changed:
+            return self._pushes.exchange()
+        if self._pushes is not None:
             self._pushes.fold()
-        elif self._pushes is not None:
-            self._pushes.exchange()
+        return 0
 
     def _gather_pushes(self, group: Group, *, changed: bool) -> None:
         """What each replica has pushed itself is whole; of lost ones, who has heard most of their updates adds them."""

@@ -5,6 +5,7 @@ All memory that travels belongs to the exchange: training goes on beside it. Nob
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,58 +18,6 @@ from holdfast.sync.peers import AVERAGE_TAG, BALLOT_TAG, MEAN_TAG, Peers
 
 BUCKET_BYTES = 4 * 2**20  # what is averaged in one go: adding one bucket up overlaps with sending the next
 CACHED = 2**15  # elements that are averaged while they are in the cache: several times quicker than all at once
-
-
-class Packed:
-    """Tensors of any shapes, read into and written from few buffers: one for each kind of number.
-
-    >>> packed = Packed([torch.ones(2, 2), torch.zeros(())])
-    >>> packed.read()
-    [tensor([1., 1., 1., 1., 0.])]
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
-        """``device``: where the buffers are; None: where the first tensor is."""
-        self._tensors = [_plain(tensor) for tensor in tensors]
-        self._kinds: dict[torch.dtype, list[int]] = {}  # places of tensors, in the order of the buffers
-        for place, tensor in enumerate(self._tensors):
-            self._kinds.setdefault(tensor.dtype, []).append(place)
-        self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
-        self.nbytes = sum(tensor.nbytes for tensor in self._tensors)
-
-    def read(self) -> list[torch.Tensor]:
-        """The values now, in memory of their own."""
-        return [self._gather([self._tensors[place] for place in places]) for places in self._kinds.values()]
-
-    def _gather(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        if len(tensors) == 1:
-            return tensors[0].reshape(-1).to(self.device, copy=True)
-        return torch.cat([tensor.reshape(-1).to(self.device) for tensor in tensors])
-
-    def views(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of buffers, in the shapes and the order of the tensors."""
-        found = [torch.empty(0)] * len(self._tensors)
-        for buffer, places in zip(buffers, self._kinds.values(), strict=True):
-            parts = buffer.split_with_sizes([self._tensors[place].numel() for place in places])
-            for part, place in zip(parts, places, strict=True):
-                found[place] = part.view(self._tensors[place].shape)
-        return found
-
-    def write(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The tensors become what the buffers hold."""
-        for tensor, part in zip(self._tensors, self.views(buffers), strict=True):
-            tensor.copy_(part)
-
-    def add(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Adds what the buffers hold to the tensors."""
-        for tensor, part in zip(self._tensors, self.views(buffers), strict=True):
-            tensor.add_(part.to(tensor.device))
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a graph; complex numbers as pairs, which all backends can send."""
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @dataclass
@@ -217,11 +166,13 @@ def _mean(rows: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tens
     for start in range(0, out.numel(), CACHED):
         here = slice(start, min(start + CACHED, out.numel()))
         total, change = scratch[:, : here.stop - start]
-        first = rows[0][here].to(wide)
+        first, *others = (row[here].to(wide) for row in rows)
         total.copy_(first)
-        for row, share in zip(rows[1:], shares[1:], strict=True):
-            torch.sub(row[here].to(wide), first, out=change)
+        for other, share in zip(others, shares[1:], strict=True):
+            torch.sub(other, first, out=change)
             total.add_(change.mul_(share))
+        if not math.isfinite(total.sum()):  # a mask has infinite numbers, which have no difference from themselves
+            total = torch.where(torch.stack([row[here] == rows[0][here] for row in rows]).all(0), first, total)
         out[here] = total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ DISTANCE_TAG = 10
 PATIENCE = 1.0  # seconds of waiting for a peer until one asks whether it is there at all
 FAREWELL = 60.0  # seconds that the last sends are given
 
+_open: weakref.WeakSet[TorchPeers] = weakref.WeakSet()  # in this process
 _left: list[Any] = []  # watches of peers that were closed: some may not have ended
 
 
@@ -63,6 +65,12 @@ class TorchPeers:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._backend = _gloo(group)
+        if any(other._backend is self._backend for other in _open):  # each would hear the other's last words
+            raise UsageError(
+                "another loop is open on this process group",
+                hint='give each its own: group=torch.distributed.new_group(backend="gloo")',
+            )
+        _open.add(self)
         self.rank: int = self._backend.rank()
         self.size: int = self._backend.size()
         self._lost: str | None = None
@@ -171,6 +179,7 @@ class TorchPeers:
 
     def close(self) -> None:
         """All take leave, once what they sent has arrived. The process group stays as it is."""
+        _open.discard(self)
         self._sent.put(None)
         self._keeper.join(0.0 if self._lost else FAREWELL)
         end = time.monotonic() + (GRACE if self._lost else FAREWELL)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from holdfast.errors import UsageError
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.exchange import Averaging, Ballots, Packed
+from holdfast.sync.exchange import Averaging, Ballots
+from holdfast.sync.packed import Packed, plain
 from holdfast.sync.policy import Context, Decision, Policy
 
 OUTER = "outer_momentum"  # DiLoCo's, kept with the optimizer's own state: checkpoints and joiners have it from there
@@ -47,22 +49,38 @@ class Replica:
         policy: Policy,
         *,
         parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
+        buffers: Callable[[], Iterable[torch.Tensor]],
         optimizer: torch.optim.Optimizer,
         context: Context,
         device: torch.device | None = None,
     ) -> None:
-        """``device``: where contributions are; None: where the parameters are."""
+        """``buffers`` gives those of now, as modules replace them; ``device``: where contributions are.
+
+        None: where the parameters are. Parameters stay the same, but not where their memory is.
+        """
         self.policy = policy
         self.context = context
         self.parameters = list(parameters)
         self.tracker = policy.tracker(context)
-        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        self._all_buffers = buffers
         self._optimizer = optimizer
-        self._packed = Packed(self.parameters, device)
+        self._device = Packed(self.parameters, device).device
         self._lengths = [len(buffer) for buffer in self._packed.read()]  # parameters come first in every buffer
         self._anchor: list[torch.Tensor] = []  # DiLoCo: the parameters that all had last
         self._anchored = -1  # after which step that was
+
+    @property
+    def _packed(self) -> Packed:
+        return Packed(self.parameters, self._device)
+
+    @property
+    def _buffers(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self._all_buffers() if buffer.is_floating_point() or buffer.is_complex()]
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether there is something that forward passes may change: it differs even where all steps are together."""
+        return bool(self._buffers)
 
     def begin(self, step: int, state: Sequence[float] | None = None) -> None:
         """Replicas are equal after ``step`` steps; ``state``: what the tracker knew, from a checkpoint."""
@@ -91,6 +109,12 @@ class Replica:
         """What this replica gives to the mean, in memory of its own."""
         return self._all(self._slots(full=full), full=full).read()
 
+    def form(self, *, full: bool) -> list[Any]:
+        """What a contribution consists of: others' must be the same."""
+        tensors = [("", tensor) for tensor in (*self.parameters, *self._buffers)]
+        tensors += [(slot.key, slot.tensor) for slot in self._slots(full=full)]
+        return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+
     def distance(self, mean: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]) -> float:
         """The square of how far this replica's parameters were from the mean's."""
         apart = zip(self._only_parameters(mean), self._only_parameters(contribution), strict=True)
@@ -113,8 +137,11 @@ class Replica:
         else:
             old = self._only_parameters(since)
             self._packed.add([b - a for a, b in zip(old, new, strict=True)])
-        self._write_buffers(parts[: len(self._buffers)])
-        self._write_slots(slots, parts[len(self._buffers) :][: len(slots)], late=since is not None)
+        buffers = self._buffers
+        # Statistics are written even if they are some steps old: what was added since may not be below zero.
+        for buffer, part in zip(buffers, parts, strict=False):
+            plain(buffer).copy_(part)
+        self._write_slots(slots, parts[len(buffers) :][: len(slots)], late=since is not None)
         if full:
             self.tracker.load(parts[-1].tolist())
         if self.policy.optimizer_state == "reset" and not full:
@@ -125,15 +152,10 @@ class Replica:
         tensors = [*self.parameters, *self._buffers, *(slot.tensor for slot in slots)]
         if full:  # else a tracker goes on with what it has seen itself: data may differ
             tensors.append(torch.tensor(self.tracker.state(), dtype=torch.float64))
-        return Packed(tensors, self._packed.device)
+        return Packed(tensors, self._device)
 
     def _only_parameters(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [buffer[:length] for buffer, length in zip(buffers, self._lengths, strict=False)]
-
-    def _write_buffers(self, parts: Sequence[torch.Tensor]) -> None:
-        """Statistics are written even if they are some steps old: what was added since may not be below zero."""
-        for buffer, part in zip(self._buffers, parts, strict=True):
-            (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(part)
 
     # --- the optimizer's state -------------------------------------------------------------------
 
@@ -192,9 +214,10 @@ class Replica:
         """The parameters after an outer step from the last common ones towards the mean."""
         assert isinstance(self.policy, DiLoCo)
         means = self._only_parameters(mean)
-        if step == self._anchored:  # replicas are equal already: there was no way to go on
+        if step == self._anchored:  # there was no way to go on, but for what an overlap has left between replicas
+            self._anchor = [part.clone() for part in means]
             return means
-        kept = Packed([self._momentum_of(parameter) for parameter in self.parameters], self._packed.device)
+        kept = Packed([self._momentum_of(parameter) for parameter in self.parameters], self._device)
         moves = zip(self._anchor, means, kept.read(), strict=True)
         results = [self.policy.outer(anchor, towards, momentum) for anchor, towards, momentum in moves]
         kept.write([momentum for _, momentum in results])
@@ -213,18 +236,30 @@ class Replica:
     # --- averages of gradients -------------------------------------------------------------------
 
     def gradients(self) -> list[torch.Tensor]:
-        """This replica's gradients, in memory of their own; one that was not used has a gradient of zero."""
-        return Packed(
-            [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters], self._packed.device
-        ).read()
+        """This replica's gradients, in memory of their own, and for each parameter whether it has one.
+
+        One that is missing here is zero, as another replica may have it.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            raise UsageError("sparse gradients cannot be averaged", hint="sparse=False, or no steps together")
+        present = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32)
+        filled = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        return Packed([*filled, present], self._device).read()
 
     @torch.no_grad()
     def set_gradients(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Every parameter gets its part as gradient."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-        Packed([p.grad for p in self.parameters if p.grad is not None], self._packed.device).write(buffers)
+        """Every parameter that some replica has used gets its part.
+
+        The others keep none: a gradient of zero would make weight decay and momentum act on them.
+        """
+        form = [*self.parameters, torch.empty(len(self.parameters))]
+        *parts, present = Packed(form, self._device).views(buffers)
+        for parameter, part, share in zip(self.parameters, parts, present.tolist(), strict=True):
+            if share != 0:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                plain(parameter.grad).copy_(part)
 
 
 def _is_slot(key: str, value: object) -> bool:

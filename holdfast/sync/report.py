@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.sync.policy import Decision
 
@@ -12,7 +12,8 @@ class Report:
     """Whether replicas synchronised after a step, and why.
 
     ``signal`` was compared with ``threshold``, where the policy looks at one. ``distance`` is how far replicas were
-    from their mean, as the root of the mean square over replicas; ``sent`` are bytes that this replica sent for it.
+    from their mean, as the root of the mean square over replicas; ``sent`` are bytes that this replica sent for it,
+    or for the update that it pushed, without the numbers on which was decided.
 
     >>> Report(synchronised=False, reason="3 of 10 steps since the last").synchronised
     False
@@ -45,27 +46,40 @@ EVERY_STEP = Report(synchronised=True, reason="every step")
 
 @dataclass
 class Totals:
-    """Over all steps so far. ``lssr`` is the share of steps after which nothing was exchanged.
+    """Over all steps so far. A second synchronisation after the same step is not counted, but what it sends is.
+
+    ``lssr`` is the share of steps after which replicas neither synchronised nor pushed updates. The few numbers on
+    which a policy decides are no exchange in that sense; in ``sent`` they are.
 
     >>> totals = Totals()
-    >>> totals.count(EVERY_STEP, sent=100); totals.count(Report(synchronised=False, reason=""), sent=100)
-    >>> totals.lssr, totals.sent
-    (0.5, 100)
+    >>> totals.count(EVERY_STEP, sent=100); totals.count(EVERY_STEP, sent=110, step=False)
+    >>> totals.count(Report(synchronised=False, reason=""), sent=110)
+    >>> totals.lssr, totals.synchronised, totals.sent
+    (0.5, 1, 110)
     """
 
     steps: int = 0
     synchronised: int = 0
-    sent: int = 0  # bytes, by this replica
+    exchanged: int = 0  # steps after which replicas synchronised or pushed
+    sent: int = 0  # bytes, by this replica, for whatever reason
     distance: float | None = None  # at the last synchronisation
+    _met: bool = field(default=False, repr=False)  # since the last step
+    _talked: bool = field(default=True, repr=False)  # what comes before the first step is after none
 
     @property
     def lssr(self) -> float:
-        return 1 - min(self.synchronised, self.steps) / self.steps if self.steps else 0.0
+        return 1 - self.exchanged / self.steps if self.steps else 0.0
 
     def count(self, report: Report, *, sent: int, step: bool = True) -> None:
         """One more step, or one more synchronisation without a step; ``sent`` is the sum so far."""
-        self.steps += step
-        self.synchronised += report.synchronised
-        self.sent = sent
-        if report.distance is not None:
+        if step:
+            self.steps += 1
+            self._met = self._talked = False
+        talked = report.synchronised or report.sent > 0
+        self.exchanged += talked and not self._talked
+        self.synchronised += report.synchronised and not self._met
+        if report.distance is not None and (report.distance > 0 or not self._met):  # a second one finds equal replicas
             self.distance = report.distance
+        self._met |= report.synchronised
+        self._talked |= talked
+        self.sent = sent

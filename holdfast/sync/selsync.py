@@ -65,6 +65,10 @@ class SelSync(Policy):
         one_of("signal", self.signal, ("gradient-change", "replica-variance"))
         one_of("aggregate", self.aggregate, ("parameters", "gradients"))
         whole("min_gap", self.min_gap, least=1)
+        if self.max_local_steps is not None:
+            whole("max_local_steps", self.max_local_steps, least=1)
+        if self.wait is not None and not isinstance(self.wait, bool):
+            raise UsageError(f"wait={self.wait!r} is not known", hint="True | False | None")
         whole("window", self.window, least=2)
         if self.smoothing is not None:
             between("smoothing", self.smoothing, 0, 1)
@@ -84,6 +88,9 @@ class SelSync(Policy):
 
     def _check_spacing(self) -> None:
         if self.always:
+            if self.overlap or self.min_gap > 1:
+                message = "every step is together: there is nothing to overlap, and no gap to keep"
+                raise UsageError(message, hint="leave out overlap= and min_gap=, or another delta or target")
             return
         soonest = max(self.min_gap, 1 + self.delay + self.overlap)
         if self.target is not None and self.target * soonest > 1:
@@ -91,7 +98,6 @@ class SelSync(Policy):
             raise UsageError(message, hint="a smaller target or min_gap, no overlap, or wait=True")
         if self.max_local_steps is None:
             return
-        whole("max_local_steps", self.max_local_steps, least=1)
         if self.max_local_steps < soonest:
             message = f"max_local_steps={self.max_local_steps} cannot be kept: {soonest} steps lie between at least"
             raise UsageError(message, hint="a larger one, a smaller min_gap, no overlap, or wait=True")

@@ -55,8 +55,9 @@ class Change:
     """|E_i - E_{i-1}| / E_{i-1}, where E is the smoothed mean of the last ``window`` values.
 
     The first value has nothing to be compared with and counts as no change: replicas are equal then, and what a
-    first step does is the business of ``warmup``. (The authors' program synchronises until its window is full, which
-    is ``warmup=25``.) From nothing to something is an infinite change.
+    first step does is the business of ``warmup``. (The authors' program synchronises until its window is full.
+    ``warmup=25`` does that too, but steps together are not measured: the window is empty after them.) From nothing to
+    something is an infinite change.
 
     >>> change = Change(window=25)
     >>> [round(change.next(value, smoothing=0.5), 3) for value in (1.0, 4.0, 4.0)]

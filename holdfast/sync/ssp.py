@@ -18,7 +18,7 @@ import torch
 
 from holdfast.checks import whole
 from holdfast.errors import UsageError
-from holdfast.sync.exchange import Packed
+from holdfast.sync.packed import Packed
 from holdfast.sync.peers import UPDATE_TAG, Peers
 from holdfast.sync.policy import Context, Decision, Policy
 
@@ -79,7 +79,7 @@ class Pushes:
     def __init__(self, peers: Peers, parameters: Sequence[torch.Tensor], *, staleness: int) -> None:
         self._peers = peers
         self._staleness = staleness
-        self._packed = Packed(parameters)
+        self._parameters = list(parameters)
         self._anchor = self._packed.read()
         self._view = [buffer.clone() for buffer in self._anchor]
         self._mine = [torch.zeros_like(buffer) for buffer in self._anchor]
@@ -93,6 +93,10 @@ class Pushes:
             if rank != peers.rank:
                 self._peer[rank] = _Peer(sum_=[torch.zeros_like(buffer) for buffer in self._anchor])
                 threading.Thread(target=self._listen, args=(rank,), name="holdfast-updates", daemon=True).start()
+
+    @property
+    def _packed(self) -> Packed:
+        return Packed(self._parameters)
 
     # --- each step -------------------------------------------------------------------------------
 
@@ -109,8 +113,11 @@ class Pushes:
         self._packed.write(self._view)
         return update
 
-    def exchange(self) -> None:
-        """After an update: sends it, and takes in what has come; waits for who is too far behind."""
+    def exchange(self) -> int:
+        """After an update: sends it, and takes in what has come; waits for who is too far behind.
+
+        Returns how many bytes were sent.
+        """
         update = self.fold()
         others = list(self._peer)
         for rank in others:
@@ -119,6 +126,7 @@ class Pushes:
             self._peer[rank].expected.put((room, works))
         self._kept.append(self._peers.send([(rank, buffer, UPDATE_TAG) for rank in others for buffer in update]))
         self._wait(self._made - self._staleness)
+        return len(others) * sum(buffer.nbytes for buffer in update)
 
     @torch.no_grad()
     def _wait(self, least: int) -> None:

@@ -116,6 +116,13 @@ def test_a_replacement_starts_from_the_average(tmp_path: Path, changed: str) -> 
     assert min(e["number"] for e in trial.of("step")["0.3"]) > 3
 
 
+def test_a_replacement_takes_the_same_outer_steps(tmp_path: Path) -> None:
+    """It may come in right after an overlapped one, of which it knows nothing."""
+    faults = "kill worker=0.1 step=3 phase=forward"
+    trial = train(tmp_path, "DiLoCo(every=1, overlap=1)", model="waves", steps=60, faults=faults, **PATIENT)
+    assert_good_end(trial, steps=60, finish=["0.0", "0.2", "0.3"])
+
+
 def test_a_joiner_waits_for_no_long_period(tmp_path: Path) -> None:
     """The next average would be after a thousand steps of 20 ms: joiners are let in before."""
     faults = "kill worker=0.1 step=3 phase=forward"

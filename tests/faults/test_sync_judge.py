@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tests.faults.sync_judge import Life, Rules, assert_nothing_lost, times_apart
+from tests.faults.sync_judge import (
+    Life,
+    Rules,
+    Trial,
+    assert_nothing_lost,
+    assert_nothing_lost_by_a_server,
+    times_apart,
+)
+from tests.harness import Result
 
 STEPS, EVERY, KILL = 9, 3, 5
 
@@ -80,3 +90,29 @@ def test_a_lost_replica_may_or_may_not_be_in_the_average() -> None:
     lives["0.1"].after[5] = lost + 1
     with pytest.raises(AssertionError, match="no average"):
         assert_nothing_lost(lives, Rules(), steps=5)
+
+
+def pushed(*, forgotten: int = 0, twice: int = 0) -> Trial:
+    """Three replicas push updates of which two are the same at every step; one is lost, and heard by nobody."""
+    rng = np.random.default_rng(0)
+    journals: dict[str, list[dict[str, Any]]] = {"0.0": [], "0.1": [], "0.2": []}
+    final = np.zeros(20)
+    for step in range(4):
+        gradients = [rng.integers(0, 64, 19) / 64 for _ in range(2)]
+        for worker, lines in journals.items():
+            share = gradients[worker == "0.2"]
+            update = np.array([*share, 1 - share.sum()])
+            lines.append({"kind": "update", "before": [0.0] * 20, "after": update.tolist()})
+            lines.append({"kind": "step", "workers": 3})
+            final += 0 if worker == "0.2" or step < forgotten else update / 3 * (1 + twice)
+    results = [{"worker": worker, "count": final.tolist(), "steps": 4} for worker in ("0.0", "0.1")]
+    result = Result(code=0, events=[{"event": "failure"}], said=[], results=results)
+    return Trial(result=result, journals=journals)
+
+
+def test_updates_that_are_alike_are_still_counted() -> None:
+    assert_nothing_lost_by_a_server(pushed())
+    with pytest.raises(AssertionError, match="steps are in the weights"):
+        assert_nothing_lost_by_a_server(pushed(forgotten=1))
+    with pytest.raises(AssertionError, match="steps are in the weights"):
+        assert_nothing_lost_by_a_server(pushed(twice=3))

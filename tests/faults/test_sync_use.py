@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast
+from holdfast.data.partition import SelDP
 from holdfast.errors import UsageError
+from tests.faults import sync_train
 from tests.faults.sync_judge import STEPS, Rules, assert_good_end, assert_nothing_lost, times_apart, train
 from tests.faults.sync_train import Waves, make_net, policy_of
 
@@ -103,6 +106,14 @@ def test_what_is_no_policy(sync: Any) -> None:
         make(sync=sync)
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_partition_needs_a_policy() -> None:
+    partition = SelDP(size=len(Waves()))
+    with pytest.raises(UsageError, match="a partition says what each replica reads"):
+        make(partition=partition)
+    make(partition=partition, sync=policy_of("SelSync(delta=0)"))
+
+
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 @pytest.mark.usefixtures("alone")
 def test_statistics_over_workers_that_do_not_meet(numerics: str) -> None:
@@ -154,6 +165,18 @@ def test_a_step_tells_what_it_did() -> None:
     assert all(step.sync.synchronised for step in make().steps(2))
 
 
+@pytest.mark.usefixtures("alone")
+def test_events_tell_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two averages in four steps; at the end the optimizers' state follows, which is no third."""
+    monkeypatch.setenv("HOLDFAST_EVENTS", str(tmp_path / "events.jsonl"))
+    run = make(sync=policy_of("LocalSGD(every=2)"))
+    assert len(list(run.steps(4))) == 4
+    found = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = [(e["step"], e["number"], e["lssr"]) for e in found if e["event"] == "sync"]
+    assert told == [(2, 1, 0.5), (4, 2, 0.5), (4, 2, 0.5)]
+    assert (run.sync_totals.synchronised, run.sync_totals.lssr) == (2, 0.5)
+
+
 # --- scripts ---------------------------------------------------------------------------------------------
 
 
@@ -166,6 +189,19 @@ def test_evaluations_at_odd_steps(tmp_path: Path, policy: str) -> None:
     assert times_apart(trial.lives) > 1
     for lines in trial.of("value").values():
         assert [line["number"] for line in lines] == [2, 5, 8, 11]
+
+
+def test_what_was_sent_beside_the_steps_is_counted(tmp_path: Path) -> None:
+    """Each of two replicas sends half of its weights, and half of the means."""
+    trial = train(tmp_path, "LocalSGD(every=2, overlap=1)", workers=2, steps=4)
+    late = [e for e in trial.result.of("sync") if e["step"] == 3]
+    assert len(late) == 2
+    assert all(sync_train.SIZE * 8 <= e["sent"] < sync_train.SIZE * 8 + 200 for e in late)
+
+
+def test_updates_that_are_pushed_are_exchanges(tmp_path: Path) -> None:
+    trial = train(tmp_path, "SSP(staleness=1)", workers=2, steps=4)
+    assert {e["lssr"] for e in trial.result.of("sync")} == {0.0}
 
 
 def test_two_loops_and_what_is_between(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from holdfast.cluster.group import Group, alone
 from holdfast.sync import exchange
-from holdfast.sync.exchange import Averaging, Ballots, Packed
+from holdfast.sync.exchange import Averaging, Ballots
+from holdfast.sync.packed import Packed
 from holdfast.sync.peers import Peers
 from tests.engine.memory_group import Lost, MemoryGroup, Network, on_workers
 
@@ -115,6 +116,16 @@ def test_equal_replicas_stay_exactly_as_they_are(dtype: torch.dtype) -> None:
     assert all(torch.equal(result[0], same[0]) for result in results)
     plain = (same[0] + same[0] + same[0]) / 3
     assert dtype == torch.float64 or not torch.equal(plain, same[0]), "which is not what adding and dividing does"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_numbers_that_all_have_stay(dtype: torch.dtype) -> None:
+    """An attention mask is one: -inf - -inf is nan. Where not all are equal, the mean is none and may be nan."""
+    rows = [torch.tensor([-torch.inf, torch.inf, torch.inf, 1.0, torch.nan, x], dtype=dtype) for x in (1.0, 3.0, 2.0)]
+    rows[1][2] = 0
+    for mean in on_workers(3, lambda group: Averaging(group, [rows[group.rank].clone()]).finish()[0]):
+        assert mean[[0, 1, 3, 5]].tolist() == [-torch.inf, torch.inf, 1.0, 2.0]
+        assert not mean[[2, 4]].isfinite().any()
 
 
 def test_small_floats_are_averaged_in_wide_ones() -> None:

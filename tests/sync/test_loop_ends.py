@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from holdfast.errors import UsageError
@@ -143,3 +144,23 @@ def test_an_error_of_one_ends_the_loops_of_the_others() -> None:
         return "went on"
 
     assert on_processes(3, work, seconds=30) == ["PeerLost", "ZeroDivisionError", "PeerLost"]
+
+
+def test_a_second_loop_needs_a_group_of_its_own() -> None:
+    """Each would hear the other's last words, and wait for ever."""
+
+    def work(rank: int) -> str:
+        first, second = make(rank), make(rank)
+        one, two = sgd(first), sgd(second)
+        more = dist.new_group(backend="gloo")
+        with LocalSGD(every=2).around(first, one), LocalSGD(every=3).around(second, two, group=more):
+            with pytest.raises(UsageError, match="another loop is open on this process group") as refused:
+                LocalSGD(every=3).around(second, two)
+            for step in range(4):
+                for model, optimizer in ((first, one), (second, two)):
+                    optimizer.zero_grad()
+                    loss_of(model, rank, step).backward()
+                    optimizer.step()
+        return str(refused.value)
+
+    assert all("new_group" in said for said in on_processes(2, work, seconds=30))

@@ -73,7 +73,7 @@ class Worker:
         self.replica = Replica(
             policy,
             parameters=list(self.model.parameters()),
-            buffers=list(self.model.buffers()),
+            buffers=self.model.buffers,
             optimizer=self.optimizer,
             context=Context(),
         )
@@ -152,7 +152,7 @@ def test_a_parameter_that_only_one_replica_has_used() -> None:
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
         optimizer = torch.optim.Adam(model.parameters())
         replica = Replica(
-            WhenAsked(), parameters=list(model.parameters()), buffers=[], optimizer=optimizer, context=Context()
+            WhenAsked(), parameters=list(model.parameters()), buffers=list, optimizer=optimizer, context=Context()
         )
         model[group.rank](torch.ones(1, 2)).sum().backward()  # the third is used by nobody
         optimizer.step()
@@ -188,7 +188,7 @@ def test_what_was_done_since_is_kept() -> None:
         model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, float(group.rank))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        replica = Replica(WhenAsked(), parameters=[model.weight], buffers=[], optimizer=optimizer, context=Context())
+        replica = Replica(WhenAsked(), parameters=[model.weight], buffers=list, optimizer=optimizer, context=Context())
         since = replica.contribution(full=False)
         averaging = Averaging(group, since)
         with torch.no_grad():
@@ -225,7 +225,7 @@ def test_diloco_takes_an_outer_step() -> None:
         nn.init.constant_(model.weight, 1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         policy = DiLoCo(every=1, outer_lr=0.5, outer_momentum=0.5)
-        replica = Replica(policy, parameters=[model.weight], buffers=[], optimizer=optimizer, context=Context())
+        replica = Replica(policy, parameters=[model.weight], buffers=list, optimizer=optimizer, context=Context())
         replica.begin(0)
         seen: list[float] = []
         for step in (1, 1, 2):  # the second time nobody has moved
@@ -252,6 +252,29 @@ def test_plain_diloco_is_averaging() -> None:
     assert same(averaged[0], outer[0])
 
 
+def test_who_comes_in_after_an_overlapped_outer_step_is_as_the_others() -> None:
+    """All meet fully after the same step (a checkpoint, a join); a newcomer takes the parameters for its anchor."""
+
+    def work(group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        worker = Worker(group.rank, "sgd", DiLoCo(every=2, overlap=1, outer_lr=0.7, outer_momentum=0.9))
+        worker.train(2)
+        since = worker.replica.contribution(full=False)
+        averaging = Averaging(group, since)
+        worker.train()
+        worker.replica.adopt(3, averaging.finish(), full=False, since=since)
+        worker.synchronise(group, 3, full=True)
+        if group.rank == 1:
+            worker.replica.begin(3)  # as if it had just come
+        equal = worker.state()
+        worker.train(2)
+        worker.synchronise(group, 5)
+        return equal, worker.state()
+
+    (before, after), (others_before, others_after) = on_workers(2, work)
+    assert same(before, others_before)
+    assert same(after, others_after)
+
+
 def test_outer_momentum_survives_a_reset_and_is_not_averaged() -> None:
     def work(group: Any) -> tuple[torch.Tensor, float]:
         worker = Worker(group.rank, "adam", DiLoCo(every=2, optimizer_state="reset"))
@@ -268,18 +291,20 @@ def test_outer_momentum_survives_a_reset_and_is_not_averaged() -> None:
     assert steps == 1
 
 
-def test_gradients_that_are_missing_are_zero() -> None:
+def test_gradients_that_are_missing_are_zero_unless_nobody_has_one() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = Replica(
-        WhenAsked(), parameters=list(model.parameters()), buffers=[], optimizer=optimizer, context=Context()
+        WhenAsked(), parameters=list(model.parameters()), buffers=list, optimizer=optimizer, context=Context()
     )
     model.bias.grad = torch.ones(1)
-    assert replica.gradients()[0].tolist() == [0, 0, 1]
-    replica.set_gradients([torch.tensor([1.0, 2.0, 3.0])])
+    assert replica.gradients()[0].tolist() == [0, 0, 1, 0, 1]
+    replica.set_gradients([torch.tensor([0.0, 0.0, 3.0, 0.0, 1.0])])
+    assert model.weight.grad is None
+    assert model.bias.grad.tolist() == [3]
+    replica.set_gradients([torch.tensor([1.0, 2.0, 3.0, 0.5, 1.0])])
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[1, 2]]
-    assert model.bias.grad.tolist() == [3]
 
 
 def test_begin_and_adopt_tell_the_tracker() -> None:

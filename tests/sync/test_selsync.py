@@ -273,6 +273,11 @@ def test_delays() -> None:
         (lambda: SelSync(target=0.1, max_local_steps=5), "at least 10"),
         (lambda: SelSync(delta=0.1, max_local_steps=1, wait=False), "cannot be kept"),
         (lambda: SelSync(delta=0.1, max_local_steps=0), "max_local_steps=0"),
+        (lambda: SelSync(delta=0, max_local_steps=-3), "max_local_steps=-3"),
+        (lambda: SelSync(target=1, max_local_steps="x"), "max_local_steps='x'"),  # type: ignore[arg-type]
+        (lambda: SelSync(delta=0, overlap=7), "nothing to overlap"),
+        (lambda: SelSync(target=1, min_gap=9), "no gap to keep"),
+        (lambda: SelSync(delta=0.1, wait="no"), "wait='no'"),  # type: ignore[arg-type]
         (lambda: SelSync(delta=0.1, min_gap=0), "min_gap=0"),
         (lambda: SelSync(delta=0.1, window=1), "window=1"),
         (lambda: SelSync(delta=0.1, smoothing=0), "smoothing=0"),
