@@ -33,7 +33,7 @@ def error_text(words: str, most: int | None = None) -> str:
     >>> error_text("DataLossError: {{function_node x_device_/job:0}} Bad CRC in shard 0", 24)
     'DataLossError: Bad CRC …'
     """
-    plain = re.sub(r"\{\{.*?(\}\}|$)\s*", "", words)
+    plain = re.sub(r"\{\{.*?(\}\}|$)\s*|\s*\[Op:.*", "", words)
     return plain if most is None else shorten(plain, most, placeholder=" …", break_on_hyphens=False)
 
 

@@ -20,7 +20,7 @@ class Zygote:
     >>> log = Path("/dev/null")
     >>> with Zygote(Process("pytorch", Path(sys.executable), log)) as zygote, zygote.fork(log) as fork:
     ...     sorted(fork.ask("hello")["versions"])[0]
-    'numpy'
+    'safetensors'
     """
 
     def __init__(self, process: Process) -> None:

@@ -233,7 +233,7 @@ def test_a_part_that_shows_only_in_itself_is_told_so(results: Results) -> None:
     for each in results["determinism"]:
         if each["framework"] == "pytorch" and each["left_out"] == "average" and each["verdict"] == "differs":
             each |= {"first_step": None, "where": ["average"]}
-    assert "average (only in average)" in sentences(results, "determinism", "pytorch:")[0]
+    assert "average (same losses, other average)" in sentences(results, "determinism", "pytorch:")[0]
 
 
 def test_not_testable_never_becomes_identical(results: Results) -> None:

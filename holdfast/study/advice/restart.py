@@ -98,11 +98,11 @@ def _missed(rows: Sequence[Row]) -> str:
     >>> _missed([{"first_step": 2}, {"first_step": 0}]), _missed([{"first_step": 3}])
     ('from the first step after the restart', 'from the 4th step after the restart')
     >>> _missed([{"first_step": None, "where": ["average"]}])
-    'only in average'
+    'same losses, other average'
     """
     steps = [int(row["first_step"]) for row in rows if row["first_step"] is not None]
     if not steps:
-        return f"only in {listed(rows[0]['where'])}"
+        return f"same losses, other {listed(rows[0]['where'])}"
     return f"from the {ordinal(min(steps))} step after the restart"
 
 

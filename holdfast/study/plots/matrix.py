@@ -17,7 +17,7 @@ CELL = 0.3  # inches, its height
 BESIDE = 5  # frameworks beside each other: more go below
 VARIANTS = 3  # the same of variants, which have longer names
 KEY = (
-    "=  identical      n  first step that differs (0: the first)\n"
+    "=  identical      n  the nth step is the first that differs\n"
     "w  same losses, other weights or state\n"
     "?  not testable: two undisturbed runs differ      ✗  failed"
 )
@@ -94,10 +94,10 @@ def mark_of(row: Row) -> tuple[str, str]:
     """A sign and a colour for a verdict. What was not tested never looks like what was.
 
     >>> mark_of({"verdict": "differs", "first_step": 2})[0], mark_of({"verdict": "not testable"})[0]
-    ('2', '?')
+    ('3', '?')
     """
     if row["verdict"] == DIFFERS:
-        return ("w" if row["first_step"] is None else str(row["first_step"])), BAD
+        return ("w" if row["first_step"] is None else str(row["first_step"] + 1)), BAD
     return {IDENTICAL: ("=", GOOD), NOT_TESTABLE: ("?", GREY)}.get(row["verdict"], ("✗", "white"))
 
 
