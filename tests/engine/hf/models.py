@@ -59,8 +59,10 @@ def padded(kind: str) -> dict[str, Tensor]:
 
 
 def whole(model: nn.Module, given: dict[str, Tensor]) -> Any:
-    """What the model itself gives."""
-    found = model(**given, use_cache=False) if "Bert" not in type(model).__name__ else model(**given)
+    """What the model itself gives. A cache, which is for generation, would copy keys and values: in another layout
+    attention has other last bits, on some processors."""
+    model.config.use_cache = False  # type: ignore[union-attr]  # BERT's forward does not always take it
+    found = model(**given)
     values = tuple(found.to_tuple())
     return values[0] if len(values) == 1 else values
 
