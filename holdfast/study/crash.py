@@ -24,7 +24,7 @@ Row = dict[str, Any]
 KILL = "kill"
 WHATS = (KILL, BIT_FLIP, TRUNCATION)
 TRIES = 3  # for one kill
-AIMED = (0.0, 0.001, 0.002, 0.005)  # seconds after the first change of an old file
+AIMED = (0.0, 0.001, 0.003)  # seconds after the first change of an old file
 OUTCOMES = ("old", "new", "mixed", "nothing")
 
 

@@ -2,13 +2,12 @@
 
 Every run is a fresh process. A restart inside the process that saved would find its random numbers, its loader and
 its compiled functions still there, and look better than it is. What may be called identical has an interpreter of its
-own. In a quick study those that leave a part out are forks of a process that has imported the framework and done
-nothing else: an import takes longer than all they do.
+own. In a quick study those that save, or leave a part out, are forks of a process that has imported the framework and
+done nothing else: an import takes longer than all they do.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 
 from holdfast.study.adapters.base import SAVES
 from holdfast.study.process import Failed, Start
+from holdfast.study.turns import AT_ONCE
 from holdfast.study.verdict import (
     CONTROL,
     EVERYTHING,
@@ -37,7 +37,6 @@ from holdfast.study.verdict import (
 from holdfast.words import count
 
 MID_EPOCH = "mid-epoch"  # where every part can be missed
-AT_ONCE = min(2, os.cpu_count() or 1)
 LIMIT_S = 120.0  # for one process; the slowest import takes 3 s, on a busy machine several times as long
 
 Say = Callable[[str], None]
@@ -110,8 +109,8 @@ def measure(
 ) -> list[Row]:
     """All rows of a framework. ``hello``: its answer to that request. What is below ``scratch`` is removed again.
 
-    ``start``: an interpreter; ``fork``: quicker, for runs that leave a part out. ``at_once``: processes. Two frameworks
-    beside each other with one process each leave no core idle.
+    ``start``: an interpreter; ``fork``: quicker, for runs that nothing is claimed of. ``at_once``: processes. Two
+    frameworks beside each other with one process each leave no core idle.
     """
     rows: list[Row] = []
     for variant in hello["variants"]:
@@ -139,7 +138,7 @@ class Runs:
 
     framework: str
     start: Start
-    fork: Start  # where a part is left out
+    fork: Start  # for those that save, and where a part is left out
     everything: frozenset[str]
     log: Path
     folder: Path
@@ -148,11 +147,12 @@ class Runs:
     limit_s: float
 
     def undisturbed(self) -> Run | Failed:
-        return self._train(self.start)
+        """In an interpreter of its own; of a variant, nothing is claimed but what a restart shows."""
+        return self._train(self.fork if self.variant else self.start)
 
     def saving(self, restarts: Iterable[Restart]) -> Run | Failed:
         """Saves for each restart what it is to have and no more, as a script does that leaves it out; trains on."""
-        return self._train(self.start, saves=sorted(self._save(restart) for restart in restarts))
+        return self._train(self.fork, saves=sorted(self._save(restart) for restart in restarts))
 
     def restarted(self, restart: Restart) -> Run | Failed:
         step, folder, parts = self._save(restart)

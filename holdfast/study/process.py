@@ -19,9 +19,8 @@ from holdfast.study.inside.disk import memory_of
 INSIDE = Path(__file__).parent / "inside" / "__main__.py"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
 # Memory that a step frees stays for the next one. Else it is chance whether it goes back to the kernel and comes again
-# as thousands of page faults: the same step of the same model took 28 ms in one process and 50 in the next. And
-# threads that wait do not spin: beside a busy core that made steps 30 times as long.
-STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25), "OMP_WAIT_POLICY": "PASSIVE"}
+# as thousands of page faults: the same step of the same model took 28 ms in one process and 50 in the next.
+STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 
 
 class Failed(HoldfastError):

@@ -24,12 +24,11 @@ from holdfast.study.install import Installed, ensure
 from holdfast.study.models import model_of
 from holdfast.study.process import Failed, Process, Start
 from holdfast.study.team import Team
-from holdfast.study.turns import Model, take
+from holdfast.study.turns import AT_ONCE, Model, take
 from holdfast.study.zygote import Zygote
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
-AT_ONCE = determinism.AT_ONCE
 Hello = dict[str, Any] | Failed
 
 
@@ -46,15 +45,17 @@ class Plan:
     kills: int
 
 
-QUICK = Plan(costly=("gpt",), others=("lenet",), scaled="gpt", killed="small-gpt", rounds=2, other_rounds=1, kills=4)
+QUICK = Plan(
+    costly=("small-gpt",), others=("lenet",), scaled="small-gpt", killed="small-gpt", rounds=2, other_rounds=1, kills=2
+)
 FULL = Plan(
     costly=("gpt", "resnet50"),
     others=("lenet", "vgg16"),
     scaled="resnet50",
     killed="gpt",
-    rounds=7,
-    other_rounds=3,
-    kills=12,
+    rounds=5,
+    other_rounds=2,
+    kills=8,
 )
 
 

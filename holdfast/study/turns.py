@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from holdfast.study.adapters.base import Format
@@ -17,6 +20,7 @@ from holdfast.study.team import LIMIT, Team
 
 Say = Callable[[str], None]
 LIMITS = "limits"
+AT_ONCE = min(2, os.cpu_count() or 1)  # processes, where no times are measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +79,10 @@ def take(
     limits: list[dict[str, float]] = []
     if forks is not None:
         say(f"{model.name}: the memory that a first save takes")
-        for record in records:
-            record.peak = _peak(forks[record.framework], model, record, folder / "save", seed)
+        with ThreadPoolExecutor(AT_ONCE if together else 1) as pool:  # bytes, not times
+            peaks = pool.map(lambda record: _peak(forks[record.framework], model, record, folder, seed), records)
+            for record, peak in zip(records, peaks, strict=True):
+                record.peak = peak
     for number in range(0 if training else 1, rounds + 1):
         say(f"{model.name}: round {number} of {rounds}" if number else f"{model.name}: warming up")
         turns: list[Record | None] = [None, *(record for record in records if not record.error)]
@@ -108,16 +114,14 @@ def _turn(team: Team, record: Record, folder: Path, *, training: bool, counted: 
 
 def _peak(fork: Start, model: Model, record: Record, folder: Path, seed: int) -> int | None:
     """How far memory rises in the first save of a process."""
-    try:
-        with fork(folder.parent / "peak.log") as process:
-            process.ask("make", within=LIMIT, shapes=model.shapes, seed=seed)
-            given = {"form": record.form.name, "folder": str(folder.absolute())}
-            peak = process.ask("save", within=LIMIT, **given)["peak_bytes"]
-            return None if peak is None else int(peak)
-    except Failed:
-        return None  # its turns will tell why
-    finally:
-        disk.empty(folder)
+    with TemporaryDirectory(dir=folder) as target:
+        try:
+            with fork(folder / "peak.log") as process:
+                process.ask("make", within=LIMIT, shapes=model.shapes, seed=seed)
+                peak = process.ask("save", within=LIMIT, form=record.form.name, folder=target)["peak_bytes"]
+                return None if peak is None else int(peak)
+        except Failed:
+            return None  # its turns will tell why
 
 
 def fits(nbytes: int, frameworks: int) -> bool:

@@ -16,7 +16,7 @@ from holdfast.study.install import Installed
 from holdfast.study.models import model_of
 from holdfast.study.study import Plan, Settings, study
 
-SMALL = Plan(costly=("lenet",), others=(), scaled="lenet", killed="small-gpt", rounds=2, other_rounds=1, kills=2)
+SMALL = Plan(costly=("lenet",), others=(), scaled="lenet", killed="small-gpt", rounds=1, other_rounds=1, kills=1)
 
 
 @pytest.fixture
