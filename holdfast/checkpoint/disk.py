@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import xxhash
 
 from holdfast.errors import CheckpointError
@@ -99,6 +100,8 @@ BUFFERS = Buffers()
 
 def in_parallel(work: Callable[[T], None], items: Sequence[T], threads: int = THREADS) -> None:
     """Does the work for every item; the first failure stops what has not begun."""
+    # After a fork torch makes its own pool anew, and is not ready for several threads that come for it at once.
+    torch.set_num_threads(torch.get_num_threads())
     if threads <= 1 or len(items) <= 1:
         for item in items:
             work(item)

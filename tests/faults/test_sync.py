@@ -148,10 +148,12 @@ def test_replicas_are_equal_after_a_synchronisation(tmp_path: Path, policy: str)
 
 
 def test_resumed_as_if_nothing_had_happened(tmp_path: Path, resumed: str) -> None:
-    """All workers killed at once between two checkpoints; the same number goes on from the last one."""
+    """All workers killed between two checkpoints, the second when it has missed the first, wherever it is then; the
+    same number goes on from the last checkpoint."""
     saved = {"EVERY": 4, "EVALUATE": 5}
     whole = train(tmp_path / "a", resumed, model="waves", workers=2, CHECKPOINT=tmp_path / "whole", **saved)
-    faults = "; ".join(f"kill worker=0.{n} step=6 phase=forward" for n in range(2))
+    second = "; ".join(f"kill worker=0.1 step={step} phase=regroup" for step in range(4, 8))
+    faults = f"kill worker=0.0 step=6 phase=forward; {second}"
     cut = train(tmp_path / "b", resumed, model="waves", workers=2, CHECKPOINT=tmp_path / "cut", faults=faults, **saved)
     assert_good_end(whole)
     assert_good_end(cut)
