@@ -90,7 +90,7 @@ def launch(
     faults: str = "",
     environment: dict[str, str] | None = None,
     meddle: Meddler | None = None,
-    seconds: float = 60.0,
+    seconds: float = 100.0,
     **settings: Any,
 ) -> Result:
     """One run on this machine, to its end. ``meddle`` may disturb it from outside."""
