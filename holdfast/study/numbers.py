@@ -68,9 +68,11 @@ def _number(value: float) -> str:
 def share_text(share: float) -> str:
     """A share in per cent, with as many figures as tell it from all and from nothing.
 
-    >>> share_text(0.99713), share_text(0.00042), share_text(0.081)
-    ('99.71%', '0.042%', '8.1%')
+    >>> share_text(0.99713), share_text(0.00042), share_text(0.081), share_text(2.2e-7)
+    ('99.71%', '0.042%', '8.1%', 'less than 0.001%')
     """
+    if 0 < share < 1e-5:
+        return "less than 0.001%"
     return f"{share:.2%}" if share > 0.9 else f"{100 * share:.2g}%"
 
 
