@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.bench.race import free_port
 from holdfast.bench.report import spread
 from holdfast.study.inside import disk
 from holdfast.study.process import Failed, Process, Start
@@ -108,7 +108,7 @@ class Crew:
             self._processes = [self._start(log) for log in self._logs]
             self._ask("make", [{"shapes": self._shapes, "seed": 0}] * len(self._logs))
         if self._joined != ranks:
-            address = f"127.0.0.1:{_free_port()}"
+            address = f"127.0.0.1:{free_port()}"
             self._ask("join", [{"rank": rank, "ranks": ranks, "address": address} for rank in range(ranks)])
             self._joined = ranks
         given = {"strategy": strategy, "folder": str(folder.absolute()), "ranks": ranks}
@@ -138,12 +138,6 @@ class Crew:
 
     def __exit__(self, *_: object) -> None:
         self._end()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def rows_of(framework: str, cases: Sequence[Case], *, state: int) -> list[Row]:
