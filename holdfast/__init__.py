@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError, LossNotFinite, UsageError
 if TYPE_CHECKING:
     from holdfast.engine.layers_of import layers_of
     from holdfast.engine.tied import tied
-    from holdfast.run import Run, Step
+    from holdfast.run.run import Run, Step
     from holdfast.sync.diloco import DiLoCo
     from holdfast.sync.periodic import FedAvg, LocalSGD
     from holdfast.sync.selsync import SelSync
@@ -42,8 +42,8 @@ _HOMES = {
     "LocalSGD": "holdfast.sync.periodic",
     "SSP": "holdfast.sync.ssp",
     "SelSync": "holdfast.sync.selsync",
-    "Run": "holdfast.run",
-    "Step": "holdfast.run",
+    "Run": "holdfast.run.run",
+    "Step": "holdfast.run.run",
     "layers_of": "holdfast.engine.layers_of",
     "tied": "holdfast.engine.tied",
 }

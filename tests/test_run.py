@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import holdfast
 from holdfast.errors import HoldfastError
-from holdfast.run import Run, Step
+from holdfast.run.run import Run, Step
 
 SIZE, GLOBAL, MICRO = 26, 8, 2  # the last of four batches has two samples
 
@@ -299,7 +299,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         name.write_bytes(b"half")
         raise OSError(28, "disk full")
 
-    monkeypatch.setattr("holdfast.recovery.gather.write_blocks", fail)
+    monkeypatch.setattr("holdfast.run.gather.write_blocks", fail)
     with pytest.raises(HoldfastError, match="disk full"):
         run.save_model(path)
     assert path.read_bytes() == old

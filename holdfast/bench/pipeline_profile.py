@@ -12,7 +12,7 @@ from holdfast.engine.profile.measure import measure
 from holdfast.engine.profile.script import until_training
 
 if TYPE_CHECKING:
-    from holdfast.run import Run
+    from holdfast.run.run import Run
 
 ROUNDS = 6  # passes in a turn
 

@@ -12,7 +12,7 @@ from typing import Any
 import holdfast
 from holdfast.bench import pipeline_model as model
 from holdfast.bench.peers.common import Progress
-from holdfast.recovery.log import LogSettings
+from holdfast.log.log import LogSettings
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from holdfast.bench.pipeline_speed import ratio, ratios
 from holdfast.bench.pipeline_start import Running, Shape, can_limit, limited
 from holdfast.bench.race import BENCH
 from holdfast.bench.report import Bar, spread
-from holdfast.recovery.undo import undo_step
+from holdfast.undo.undo import undo_step
 
 Say = Callable[[str], None]
 COMMIT, EAGER = "two-phase commit", "eager + undo"

@@ -21,7 +21,7 @@ from holdfast.plan.profile import uniform
 
 if TYPE_CHECKING:
     from holdfast.plan.profile import Profile
-    from holdfast.run import Run
+    from holdfast.run.run import Run
     from holdfast.screen import Screen
 
 T = TypeVar("T")

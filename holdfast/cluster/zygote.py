@@ -49,7 +49,7 @@ def warm_up() -> None:
     import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401
     import torch
 
-    import holdfast.run  # noqa: F401
+    import holdfast.run.run  # noqa: F401
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
@@ -95,7 +95,7 @@ def run_worker(order: Order, lifeline: int) -> int:
     import torch
 
     from holdfast.cluster.client import Stopped
-    from holdfast.run import farewell, leave
+    from holdfast.run.run import farewell, leave
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = list(order["arguments"])

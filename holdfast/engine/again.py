@@ -16,10 +16,10 @@ from holdfast.engine.boundary import like
 from holdfast.engine.engine import Engine
 from holdfast.engine.gradients import make_buckets
 from holdfast.engine.pipe import describe
-from holdfast.engine.record import Direction, Keeper, Key, Message, Recorder
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.stage import Neighbours, Post, Stage
 from holdfast.engine.update import Terms
+from holdfast.log.record import Direction, Keeper, Key, Message, Recorder
 from holdfast.plan.layout import Role
 
 

@@ -17,10 +17,8 @@ from holdfast.cluster.group import Group, alone
 from holdfast.data.fetch import Dataset, fetch
 from holdfast.data.order import Batches, Order
 from holdfast.engine.collector import Collector
-from holdfast.engine.eager import Eager
 from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.model import LayeredModel
-from holdfast.engine.record import Keeper, Recorder
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.rng import seed_everything, seed_of
 from holdfast.engine.stage import Stage, connect, post_of
@@ -28,8 +26,10 @@ from holdfast.engine.statistics import RunningStatistics
 from holdfast.engine.ties import Ties
 from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
+from holdfast.log.record import Keeper, Recorder
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.schedule import one_forward_one_backward
+from holdfast.undo.eager import Eager
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

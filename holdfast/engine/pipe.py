@@ -18,8 +18,8 @@ from torch import Tensor
 from holdfast import codec
 from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.boundary import lies_well
-from holdfast.engine.record import Message
 from holdfast.errors import UsageError
+from holdfast.log.record import Message
 
 TAGS = 2**28  # of one direction: one for headers, and one for each description, more than will ever come
 FORWARD_TAG, BACKWARD_TAG = 2 * TAGS, 3 * TAGS

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from holdfast.cluster.group import Group
 from holdfast.engine.boundary import unshared
 from holdfast.engine.pipe import BACKWARD_TAG, FORWARD_TAG, Inbox, Outbox, describe
-from holdfast.engine.record import Message, Recorder
 from holdfast.errors import Broken
+from holdfast.log.record import Message, Recorder
 from holdfast.plan.layout import Layout, Role
 
 WINDOW = 4  # micro-batches that may be under way between two stages while evaluating

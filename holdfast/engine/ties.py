@@ -11,7 +11,7 @@ from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.boundary import like
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.pipe import describe
-from holdfast.engine.record import Recorder
+from holdfast.log.record import Recorder
 from holdfast.plan.layout import Layout
 from holdfast.plan.logging import Tie
 

@@ -19,6 +19,8 @@ from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
+from holdfast.commit.cohort import Cohort, Kind, Operation, refuse_to_differ
+from holdfast.commit.settle import Settlement
 from holdfast.data.order import Batches
 from holdfast.data.parted import BatchedOrder
 from holdfast.data.share import Share
@@ -27,9 +29,7 @@ from holdfast.engine.state import State
 from holdfast.errors import Broken
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.cohort import Cohort, Kind, Operation, refuse_to_differ
 from holdfast.recovery.meeting import Meetings
-from holdfast.recovery.settle import Settlement
 from holdfast.sync.begin import mark_of, refuse_other_forms
 from holdfast.sync.exchange import Ballots
 from holdfast.sync.policy import Context, Decision, Policy

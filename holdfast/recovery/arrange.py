@@ -16,6 +16,7 @@ import torch
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation
+from holdfast.commit.settle import Settlement
 from holdfast.engine.engine import Engine
 from holdfast.engine.profile.quick import quick_link, quick_profile
 from holdfast.engine.state import State
@@ -26,9 +27,8 @@ from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Link, Profile
 from holdfast.recovery.copy import Traffic, carry_out, moves, tell
 from holdfast.recovery.replay import Replayer
-from holdfast.recovery.reports import GroupRanks
 from holdfast.recovery.resume import Resumer
-from holdfast.recovery.settle import Settlement
+from holdfast.run.reports import GroupRanks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ import torch
 from holdfast import codec
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group
+from holdfast.commit.cohort import Kind, Operation
 from holdfast.engine.engine import Engine
 from holdfast.engine.state import State
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.cohort import Kind, Operation
 
 Kept = tuple[bytes, list[torch.Tensor]]  # a value, flattened
 

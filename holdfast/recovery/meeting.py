@@ -9,7 +9,7 @@ import torch
 
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group
-from holdfast.recovery.reports import GroupRanks
+from holdfast.run.reports import GroupRanks
 from holdfast.sync.exchange import Averaging
 from holdfast.sync.policy import Decision, Policy
 from holdfast.sync.replica import Pending, Replica

@@ -21,18 +21,18 @@ from holdfast.cluster.group import Group
 from holdfast.engine.again import Again
 from holdfast.engine.engine import Engine
 from holdfast.engine.pipe import TAGS, Inbox, Outbox, read
-from holdfast.engine.record import Key
 from holdfast.engine.rng import undisturbed_generators
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
 from holdfast.errors import Broken
+from holdfast.log.log import Damaged, Log
+from holdfast.log.record import Key
 from holdfast.plan.records import Holding
 from holdfast.plan.replay import Impossible, Replay, Situation, Sources, needed, plan_replay
 from holdfast.plan.shares import shares
 from holdfast.recovery.copy import pass_on
-from holdfast.recovery.log import Damaged, Log
-from holdfast.recovery.reports import GroupRanks
 from holdfast.recovery.resume import Resumer
+from holdfast.run.reports import GroupRanks
 
 REPLAY_TAG = 4 * TAGS
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.cluster.compose import compose, first_generation, judge_error
 from holdfast.cluster.membership import Standing, lost_units, worker_order
-from holdfast.recovery.settle import settle
+from holdfast.commit.settle import settle
 
 NOBODY: dict[str, Standing] = {}
 UNITS = 3

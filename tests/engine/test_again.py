@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from holdfast.engine.again import Again
 from holdfast.engine.engine import Engine
 from holdfast.engine.pipe import read
-from holdfast.engine.record import Direction, Key, Message
 from holdfast.engine.update import Terms
+from holdfast.log.record import Direction, Key, Message
 from holdfast.plan.layout import Layout
 from holdfast.plan.shares import shares
 from tests.engine.between import BETWEEN

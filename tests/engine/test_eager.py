@@ -14,7 +14,7 @@ from holdfast.engine import gradients
 from holdfast.engine.engine import Engine
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.layout import Layout, side_by_side
-from holdfast.recovery.undo import undo_step
+from holdfast.undo.undo import undo_step
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
 from tests.engine.pipelines import Job, Layer, assert_same, each_alone, linear, mixed, state_of, take_place, train_alone
 

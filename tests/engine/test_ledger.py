@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.engine.ledger import Ledger
+from holdfast.undo.ledger import Ledger
 
 COUNT = 6
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.engine.pipe import describe, read
-from holdfast.engine.record import Direction, Key, Message, Recorder, lasting
 from holdfast.engine.stage import _tensors
+from holdfast.log.record import Direction, Key, Message, Recorder, lasting
 
 
 class Book:
@@ -145,7 +145,7 @@ def test_values_come_back_as_they_would_have_arrived() -> None:
 
 
 def test_control_without_copies_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.engine import record
+    from holdfast.log import record
 
     def same(sent: Tensor, given: Tensor) -> Tensor:
         return sent

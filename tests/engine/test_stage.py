@@ -15,7 +15,7 @@ from holdfast.cluster.group import alone
 from holdfast.engine.stage import Neighbours, Post, Stage, post_of
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.plan.layout import Layout, Role, side_by_side
-from holdfast.run import Run
+from holdfast.run.run import Run
 from tests.engine.memory_group import MemoryGroup, on_workers
 from tests.engine.pipelines import (
     Job,

@@ -25,12 +25,12 @@ from holdfast.checkpoint import series
 from holdfast.cluster import faults
 from holdfast.engine.again import Again
 from holdfast.engine.model import LayeredModel
+from holdfast.log.log import Log
 from holdfast.plan.records import Direction, Key
 from holdfast.plan.replay import Replay
 from holdfast.recovery import replay as module
-from holdfast.recovery.log import Log
 from holdfast.recovery.replay import Replayer
-from holdfast.recovery.saver import Saver
+from holdfast.run.saving import Saver
 
 Changed = Callable[[Log, Key], None]
 

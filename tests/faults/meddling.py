@@ -19,9 +19,9 @@ from torch import Tensor
 
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, Transfer
-from holdfast.engine.eager import Eager
 from holdfast.recovery import copy
 from holdfast.recovery.resume import Resumer
+from holdfast.undo.eager import Eager
 
 LARGE = 1_000_000
 
@@ -86,7 +86,7 @@ def _update_late(step: int) -> None:
     real, waited = Eager.summed, threading.Event()
 
     def summed(eager: Eager, bucket: Any) -> None:
-        from holdfast.run import _runs
+        from holdfast.run.run import _runs
 
         group = _runs[0]._cohort.group
         first = group is not None and group.generation.number == 1  # later nobody dies: it would wait for ever
@@ -113,7 +113,7 @@ def _die_copying() -> None:
 
 
 def _generation():  # type: ignore[no-untyped-def]
-    from holdfast.run import _clients
+    from holdfast.run.run import _clients
 
     generation = _clients[0]._generation
     return () if generation is None else generation.members

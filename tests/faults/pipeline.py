@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.recovery.log import LogSettings
+from holdfast.log.log import LogSettings
 from tests.faults.log_hooks import meddle_with_log
 from tests.faults.meddling import meddle
 from tests.faults.train import clip_of, stages_of

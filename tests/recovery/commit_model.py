@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from holdfast.cluster.membership import Standing, lost_units, newest_of, worker_order
+from holdfast.commit.settle import Settlement
 from holdfast.recovery.copy import moves
-from holdfast.recovery.settle import Settlement
 
 Settle = Callable[[dict[str, Standing]], Settlement]
 UNITS = 4

@@ -18,7 +18,7 @@ from holdfast.checkpoint.series import folder_of
 from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.state import State
 from holdfast.engine.update import Update
-from holdfast.recovery.reports import GroupRanks
+from holdfast.run.reports import GroupRanks
 from tests.engine import memory_group
 
 T = TypeVar("T")

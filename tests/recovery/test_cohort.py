@@ -13,7 +13,8 @@ from torch import nn
 
 from holdfast.cluster import faults
 from holdfast.cluster import membership as membership_module
-from holdfast.recovery import arrange, cohort, settle
+from holdfast.commit import cohort, settle
+from holdfast.recovery import arrange
 from tests.engine.pipelines import Job, Layer, Result, lay, linear, train_alone
 from tests.recovery.town import Fate, Town, assert_trained, random_layout
 

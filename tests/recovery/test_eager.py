@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from holdfast.cluster import faults
+from holdfast.commit import cohort
+from holdfast.commit.settle import settle
 from holdfast.engine import gradients, reduce
 from holdfast.errors import UsageError
 from holdfast.plan.layout import side_by_side
-from holdfast.recovery import arrange, cohort
-from holdfast.recovery.settle import settle
-from holdfast.recovery.undo import undo_step
+from holdfast.recovery import arrange
+from holdfast.undo.undo import undo_step
 from tests.engine.pipelines import Result, same_bits, train_alone
 from tests.recovery.test_cohort import JOB, LAYERS, STEPS, at, nothing, run, spread_out
 from tests.recovery.town import Fate, Town, random_layout

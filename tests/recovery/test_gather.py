@@ -18,7 +18,7 @@ from holdfast.checkpoint.disk import BLOCK
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.state import State
 from holdfast.errors import Broken, HoldfastError, UsageError
-from holdfast.recovery.gather import MODEL_TAG, gather_sha256, write_model
+from holdfast.run.gather import MODEL_TAG, gather_sha256, write_model
 from tests.recovery.parts import CPU, PARTS, Parts, keep, on_workers, plain, whole
 
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from holdfast.engine.pipe import describe
-from holdfast.engine.record import Direction, Key, Message
 from holdfast.errors import UsageError
+from holdfast.log import log as log_module
+from holdfast.log import spill
+from holdfast.log.log import Damaged, Log, LogSettings
+from holdfast.log.record import Direction, Key, Message
+from holdfast.log.spill import size_of
 from holdfast.plan.records import Holding, holdings_of
-from holdfast.recovery import log as log_module
-from holdfast.recovery import spill
-from holdfast.recovery.log import Damaged, Log, LogSettings
-from holdfast.recovery.spill import size_of
 from holdfast.words import size_text
 from tests.checkpoint.child import in_child, mount_tmpfs
 from tests.recovery.test_spill import key_of, same

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_model
 
 from holdfast.checkpoint import load, open_checkpoint, save
 from holdfast.engine.layers_of import layers_of
-from holdfast.recovery.gather import gather_sha256, write_model
-from holdfast.recovery.reports import GroupRanks
+from holdfast.run.gather import gather_sha256, write_model
+from holdfast.run.reports import GroupRanks
 from tests.engine.hf.models import build
 from tests.recovery.parts import CPU, OPTIMIZERS, Parts, bytes_in, holds_nan, keep, on_workers, whole
 

@@ -16,18 +16,19 @@ from torch import nn
 
 from holdfast.cluster import faults
 from holdfast.cluster.membership import lost_units, may_be_replayed
+from holdfast.commit import cohort
+from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.engine import again
 from holdfast.engine.pipe import describe
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
+from holdfast.log.log import Damaged, Log, LogSettings
 from holdfast.plan.records import Direction, Key
 from holdfast.plan.replay import Sources
-from holdfast.recovery import arrange, cohort, replay
+from holdfast.recovery import arrange, replay
 from holdfast.recovery.arrange import Arranger, Wishes
-from holdfast.recovery.cohort import Cohort, Kind, Operation
-from holdfast.recovery.log import Damaged, Log, LogSettings
 from holdfast.recovery.replay import Replayer
-from holdfast.recovery.saver import Saver, Settings
+from holdfast.run.saving import Saver, Settings
 from tests.engine.memory_group import MemoryGroup, Network
 from tests.engine.pipelines import CPU, Job, Layer, Result, lay, linear, train_alone
 from tests.recovery import town as town_module

@@ -18,8 +18,8 @@ from holdfast.checkpoint.series import folder_of
 from holdfast.cluster.events import Events
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError
-from holdfast.recovery.reports import GroupRanks
 from holdfast.recovery.resume import Resumer, Settings, Unfit
+from holdfast.run.reports import GroupRanks
 from tests.recovery.parts import CPU, OPTIMIZERS, PARTS, WIDTH, Parts, keep, on_workers, plain, save_parts, train, whole
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from holdfast.cluster import membership
 from holdfast.cluster.membership import Standing, newest_of, worker_order
+from holdfast.commit import settle as settling
+from holdfast.commit.settle import Settlement, settle, trusted
 from holdfast.errors import HoldfastError
-from holdfast.recovery import settle as settling
-from holdfast.recovery.settle import Settlement, settle, trusted
 from tests.recovery.commit_model import UNITS, Settle, survives
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from holdfast.engine.pipe import describe
-from holdfast.engine.record import Direction, Key, Message
-from holdfast.recovery import spill
-from holdfast.recovery.spill import Damaged, File, Files, Place, Unspilled, clean, size_of
+from holdfast.log import spill
+from holdfast.log.record import Direction, Key, Message
+from holdfast.log.spill import Damaged, File, Files, Place, Unspilled, clean, size_of
 from tests.checkpoint.child import in_child, say
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "log.md"

@@ -14,9 +14,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.errors import UsageError
-from holdfast.recovery import undo_rules
-from holdfast.recovery.lamb import Lamb
-from holdfast.recovery.undo import check, undo_step
+from holdfast.undo import rules as undo_rules
+from holdfast.undo.lamb import Lamb
+from holdfast.undo.undo import check, undo_step
 
 KERNELS: list[dict[str, Any]] = [{"foreach": False, "fused": False}, {"foreach": True}, {"fused": True}]
 MAKERS: dict[str, Callable[..., Optimizer]] = {
@@ -354,8 +354,8 @@ def test_what_cannot_be_inverted_is_refused_by_name(case: str) -> None:
 
 
 def test_all_of_torch_is_either_inverted_or_refused_with_a_reason() -> None:
-    from holdfast.recovery.undo import REFUSED as REASONS
-    from holdfast.recovery.undo import RULES
+    from holdfast.undo.undo import REFUSED as REASONS
+    from holdfast.undo.undo import RULES
 
     found = {each.__name__ for each in vars(optim).values() if isinstance(each, type) and issubclass(each, Optimizer)}
     assert found - {"Optimizer"} == set(REASONS) | {each.__name__ for each in RULES} - {"Lamb"}

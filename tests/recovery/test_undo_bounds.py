@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from holdfast.errors import UsageError
-from holdfast.recovery import undo_rules
-from holdfast.recovery.lamb import Lamb
-from holdfast.recovery.undo import undo_step
+from holdfast.undo import rules as undo_rules
+from holdfast.undo.lamb import Lamb
+from holdfast.undo.undo import undo_step
 
 K = {"p": 4.0, "momentum_buffer": 6.0, "exp_avg": 6.0, "exp_avg_sq": 10.0, "sum": 10.0}  # as docs/undo.md says
 KERNELS = {

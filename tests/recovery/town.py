@@ -20,10 +20,10 @@ import torch
 from holdfast.cluster import compose
 from holdfast.cluster.events import Events
 from holdfast.cluster.membership import Generation, Member, Standing, lost_units, worker_order
+from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.engine.state import State
 from holdfast.plan.layout import Layout
 from holdfast.recovery.arrange import Arranger, Wishes
-from holdfast.recovery.cohort import Cohort, Kind, Operation
 from tests.engine.memory_group import PATIENCE
 from tests.engine.pipelines import CPU, Job, Result, lay, same_bits, state_of
 from tests.recovery.wires import TownGroup, Wires

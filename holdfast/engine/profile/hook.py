@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.run import Run
+    from holdfast.run.run import Run
 
 
 class Measured(SystemExit):

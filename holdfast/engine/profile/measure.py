@@ -22,7 +22,7 @@ from holdfast.plan.profile import LayerCost, Link, Profile
 from holdfast.words import count, seconds_text
 
 if TYPE_CHECKING:
-    from holdfast.run import Run
+    from holdfast.run.run import Run
 
 WARM_UP = 3  # passes that do not count; the first also counts bytes
 UPDATES = 5  # of the optimizer, after one that makes its slots

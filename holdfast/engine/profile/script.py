@@ -14,7 +14,7 @@ from holdfast.engine.profile.hook import instead_of_training
 from holdfast.errors import HoldfastError, UsageError
 
 if TYPE_CHECKING:
-    from holdfast.run import Run
+    from holdfast.run.run import Run
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from holdfast.run import Run
+from holdfast.run.run import Run
 from holdfast.study.adapters.base import EPOCH, Lesson, bits
 from holdfast.study.adapters.pytorch_lesson import ROWS, Augmented, digest_of, small_net
 

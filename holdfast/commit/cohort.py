@@ -18,10 +18,10 @@ from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Membership, Standing
+from holdfast.commit.settle import Settlement, settle
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.tree import tree_sum
 from holdfast.recovery.arrange import Arranger
-from holdfast.recovery.settle import Settlement, settle
 
 
 class Kind(IntEnum):

@@ -13,9 +13,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from holdfast.errors import UsageError
-from holdfast.recovery import undo_rules
-from holdfast.recovery.lamb import Lamb
-from holdfast.recovery.undo_rules import Group, Part, Rule
+from holdfast.undo import rules as undo_rules
+from holdfast.undo.lamb import Lamb
+from holdfast.undo.rules import Group, Part, Rule
 
 Gradients = Mapping[Parameter, Tensor] | Sequence[Tensor | None]
 HINT = "use SGD, Adam, AdamW, Adagrad or Lamb, or give the optimizer a method undo(p, grad, state, group)"

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from holdfast import codec
 from holdfast.engine.pipe import in_memory_order
-from holdfast.engine.record import Direction, Key, Message
 from holdfast.errors import HoldfastError
+from holdfast.log.record import Direction, Key, Message
 
 MAGIC = b"HOLDLOG1"  # of a file
 MARK = b"REC1"  # of a record

@@ -21,14 +21,14 @@ from holdfast.checkpoint.write import Staged
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
+from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.engine.state import State
 from holdfast.errors import Broken, CheckpointError, HoldfastError
+from holdfast.log.log import Log
 from holdfast.plan import interval
-from holdfast.recovery.cohort import Cohort, Kind, Operation
-from holdfast.recovery.log import Log
-from holdfast.recovery.reports import GroupRanks, collect, post
 from holdfast.recovery.resume import Resumer
 from holdfast.recovery.resume import Settings as Settings
+from holdfast.run.reports import GroupRanks, collect, post
 
 PATIENCE = 10.0  # seconds that training waits for the last checkpoint to be written, before it does without one
 LONGEST = 600.0  # seconds that a worker which leaves waits for its disk

@@ -18,7 +18,7 @@ from holdfast.engine.model import LayeredModel
 from holdfast.engine.names import Named, Names
 from holdfast.engine.state import State
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.recovery.reports import GroupRanks
+from holdfast.run.reports import GroupRanks
 
 MODEL_TAG = 4
 WRITER = 0  # the rank that writes the file

@@ -8,10 +8,10 @@ from torch import nn
 
 from holdfast.cluster import faults
 from holdfast.engine.gradients import Bucket
-from holdfast.engine.ledger import Ledger
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.update import Terms, Update
 from holdfast.errors import UsageError
+from holdfast.undo.ledger import Ledger
 from holdfast.words import say_aloud
 
 Undone = Callable[[set[int], set[int]], None]  # units that were taken back, and those that are torn

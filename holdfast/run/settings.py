@@ -24,10 +24,10 @@ from holdfast.engine.profile.measure import difference, read_facts
 from holdfast.engine.statistics import layer_with_running_statistics, refuse_running_statistics
 from holdfast.engine.update import Schedule, Update
 from holdfast.errors import UsageError
+from holdfast.log.log import Log, LogSettings
 from holdfast.plan.profile import Profile
-from holdfast.recovery.log import Log, LogSettings
-from holdfast.recovery.undo import check, undo_step
 from holdfast.sync.policy import Policy
+from holdfast.undo.undo import check, undo_step
 from holdfast.words import parse_size, say_aloud
 
 

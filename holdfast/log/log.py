@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from holdfast.engine.record import Key, Message
 from holdfast.errors import UsageError
+from holdfast.log.record import Key, Message
+from holdfast.log.spill import Damaged as Damaged
+from holdfast.log.spill import Files, Place, Unspilled, size_of
+from holdfast.log.spill import clean as clean
 from holdfast.plan.records import Direction as Direction
 from holdfast.plan.records import Holding, holdings_of
-from holdfast.recovery.spill import Damaged as Damaged
-from holdfast.recovery.spill import Files, Place, Unspilled, size_of
-from holdfast.recovery.spill import clean as clean
 from holdfast.words import size_text
 
 BATCH = 16 << 20  # bytes that are written at once, and that memory is freed by beyond what is needed

@@ -19,6 +19,7 @@ from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Membership, Solo
+from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.data.fetch import Dataset
 from holdfast.data.order import Order
 from holdfast.data.partition import Partition
@@ -28,17 +29,16 @@ from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_wr
 from holdfast.engine.state import State
 from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
+from holdfast.log.log import LogSettings
 from holdfast.recovery.apart import Apart
 from holdfast.recovery.arrange import Arranger, Wishes
-from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.copies import Together
-from holdfast.recovery.log import LogSettings
 from holdfast.recovery.replay import Replayer
-from holdfast.recovery.saver import Saver, Settings
-from holdfast.results import Results
-from holdfast.script import Script
-from holdfast.script import Step as Step
-from holdfast.settings import (
+from holdfast.run.results import Results
+from holdfast.run.saving import Saver, Settings
+from holdfast.run.script import Script
+from holdfast.run.script import Step as Step
+from holdfast.run.settings import (
     batches_of,
     bytes_of,
     check_batches,

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, alone
+from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.data.fetch import Dataset
 from holdfast.engine.engine import Engine, Loss
 from holdfast.engine.state import State
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.cohort import Cohort, Kind, Operation
-from holdfast.recovery.gather import gather_sha256, write_model
-from holdfast.script import Script
+from holdfast.run.gather import gather_sha256, write_model
+from holdfast.run.script import Script
 
 
 class Settle(Protocol):

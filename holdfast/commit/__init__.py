@@ -1,0 +1,1 @@
+"""Operations that all workers commit exactly once, and what a new generation settles on."""

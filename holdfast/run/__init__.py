@@ -1,0 +1,1 @@
+"""``holdfast.Run`` and what belongs to it: settings, saving, results."""
