@@ -39,6 +39,7 @@ class AgentSettings:
     workers: int = 1
     spares: int = 0
     hosts: tuple[str, ...] = ()  # the failure domain of each slot; spares take them in turn. Empty: this agent
+    judge: str = "holdfast.commit.settle:judge"  # the ``membership.Judge`` of the coordinator, by name
     minimum_hosts: int = 1
     maximum_hosts: int = 1
     endpoint: str = ""  # host:port; empty: this machine alone, any free port
@@ -133,6 +134,7 @@ class Agent:
                 "maximum-hosts": settings.maximum_hosts,
                 "heartbeat-timeout": settings.heartbeat_timeout,
                 "patience": settings.patience,
+                "judge": settings.judge,
             }
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             jobs.append(self._keeper.keep(words, settings.token, lambda: self._events.write("coordinator-restart")))

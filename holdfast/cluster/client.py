@@ -7,23 +7,25 @@ thread connects again and says where the worker stands.
 
 from __future__ import annotations
 
-import base64
 import json
+import logging
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from holdfast.cluster.membership import Generation, Standing
+from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
 from holdfast.cluster.store import GenerationStore
 from holdfast.cluster.wire import Line, Message, Refused
 from holdfast.errors import HoldfastError
 
-RETRY_SECONDS = 0.05
+RETRY_SECONDS = 0.05  # between two tries to connect, and looks whether to give up
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +65,16 @@ class Stopped(SystemExit):
 
 
 class Client:
-    """``Membership`` by way of the coordinator."""
+    """``Membership`` by way of the coordinator: a ``Seat``, with sockets and a thread that listens."""
 
     def __init__(self, place: Place, *, label: str) -> None:
         self.worker = place.worker
         self._place = place
-        self._label = label
-        self._changed = threading.Condition()
+        self._seat = Seat(worker=place.worker, address=place.address, host=place.host, label=label)
+        self._changed = threading.Condition()  # guards everything below, and the seat
         self._line: Line | None = None
         self._alone_since = time.monotonic()
-        self._standing: Standing | None = None  # shown and not yet answered by a generation
-        self._generation: Generation | None = None
         self._stores: dict[int, GenerationStore] = {}
-        self._ended = 0  # the newest generation known to be over
-        self._forming = False
-        self._finished = False
-        self._committed = False
-        self._doing: tuple[int, str] | None = None
-        self._joiners = 0  # the generation that somebody waits to join
-        self._leave = False
-        self._stop: Message | None = None
         self._on_break: Callable[[int], None] = lambda number: None
         threading.Thread(target=self._listen, name="holdfast-client", daemon=True).start()
 
@@ -90,18 +82,14 @@ class Client:
 
     def regroup(self, standing: Standing) -> Generation:
         with self._changed:
-            before = 0 if self._generation is None else self._generation.number
-            self._standing = standing
-            self._show(standing)
-            while not self._changed.wait_for(lambda: self._stop or self._is_after(before), RETRY_SECONDS):
+            before = self._seat.number
+            self._send(self._seat.show(standing))
+            while not self._changed.wait_for(lambda: self._seat.stopped or self._seat.number > before, RETRY_SECONDS):
                 self._give_up_without_coordinator()
-            if self._stop:
-                raise Stopped(self._stop["code"])
-            assert self._generation is not None
-            return self._generation
-
-    def _is_after(self, number: int) -> bool:
-        return self._generation is not None and self._generation.number > number
+            if self._seat.stopped is not None:
+                raise Stopped(self._seat.stopped.code)
+            assert self._seat.generation is not None
+            return self._seat.generation
 
     def _give_up_without_coordinator(self) -> None:
         if self._line is None and time.monotonic() - self._alone_since > self._place.patience:
@@ -120,25 +108,22 @@ class Client:
         self._on_break = callback
 
     def wishes(self) -> tuple[bool, bool]:
-        current = 0 if self._generation is None else self._generation.number
-        return (self._joiners == current, self._leave)
+        return self._seat.wishes()
 
     def doing(self, operation: int, kind: str) -> None:
-        self._doing = (operation, kind)
+        self._seat.doing = (operation, kind)
 
     def formed(self) -> None:
-        """The generation's group stands: from here on training can do without the coordinator."""
-        self._forming = False
+        self._seat.formed()
 
     def progressed(self, generation: Generation, operation: int) -> None:
-        self._committed = True
-        self._tell({"type": "progress", "generation": generation.number, "operation": operation})
+        self._tell(self._seat.progressed(generation.number, operation))
 
     def finished(self) -> None:
-        self._finished = True
-        self._tell({"type": "finished"})
+        self._tell(self._seat.finished())
 
     def bye(self) -> None:
+        """Tell the coordinator that this worker's end is no failure."""
         self._tell({"type": "bye"})
 
     # --- the thread ------------------------------------------------------------------------------
@@ -155,16 +140,11 @@ class Client:
             except OSError:
                 pass
 
-    def _show(self, standing: Standing) -> None:
-        number = 0 if self._generation is None else self._generation.number
-        self._send({"type": "standing", "generation": number, "standing": asdict(standing)})
-
     def _store(self, number: int) -> GenerationStore:
         if number not in self._stores:
 
             def push(key: str, value: bytes) -> None:
-                text = base64.b64encode(value).decode()
-                self._tell({"type": "store", "generation": number, "key": key, "value": text})
+                self._tell(self._seat.put(number, key, value))
 
             self._stores = {n: s for n, s in self._stores.items() if n >= number}
             self._stores[number] = GenerationStore(push)
@@ -186,33 +166,20 @@ class Client:
             with self._changed:
                 self._line = None
                 self._alone_since = time.monotonic()
-                if self._forming:  # addresses pushed through the lost coordinator may be missing
-                    assert self._generation is not None
-                    self._over(self._generation.number)
+                self._over(self._seat.disconnected())
 
     def _connect(self) -> Line | None:
         """Not under the lock: a coordinator that hangs must not make the training thread wait."""
         with self._changed:
-            standing = self._standing
-            hello = {
-                "role": "worker",
-                "worker": self.worker,
-                "address": self._place.address,
-                "label": self._label,
-                "host": self._place.host,
-                "generation": self._generation.to_json() if self._generation else None,
-                "standing": asdict(standing) if standing else None,
-                "finished": self._finished,
-                "committed": self._committed,
-            }
+            standing, hello = self._seat.standing, self._seat.hello()
         try:
             line = Line(self._place.coordinator, self._place.token, hello)
         except (OSError, Refused):
             return None
         with self._changed:
             self._line = line
-            if self._standing is not standing and self._standing is not None:
-                self._show(self._standing)
+            if self._seat.standing is not standing and self._seat.standing is not None:  # shown meanwhile
+                self._send(self._seat.show(self._seat.standing))
         return line
 
     def _stay_connected(self, line: Line, lifeline: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -230,7 +197,7 @@ class Client:
                         self._take(line.receive())
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + beat
-                    self._tell({"type": "beat", "doing": self._doing})
+                    self._tell(self._seat.beat())
         except (OSError, ValueError):
             return
 
@@ -246,50 +213,40 @@ class Client:
     def _from_agent(self, lifeline: socket.socket) -> None:
         word = lifeline.recv(64)
         if not word:  # nobody is left who could stop us, or would read what we print
-            print("holdfast: the agent is gone; this worker ends", file=sys.stderr, flush=True)
+            logger.error("the agent is gone; this worker ends")
             os._exit(1)
         if b"leave" in word:
-            self._leave = True
-            with self._changed:
-                waits_to_join = self._generation is None
-            if waits_to_join:
+            self._seat.leave = True
+            if self._seat.generation is None:  # it waits to join
                 os._exit(0)
 
     def _take(self, messages: list[Message]) -> None:
         for message in messages:
-            kind = message["type"]
             with self._changed:
-                if kind == "generation":
-                    self._generation = Generation.from_json(message["generation"])
-                    self._standing = None
-                    self._forming = True
-                    self._store(self._generation.number)
+                news = self._seat.hear(message)
+                if isinstance(news, Next):
+                    self._store(news.generation.number)
                     self._changed.notify_all()
-                elif kind == "store":
-                    value = base64.b64decode(message["value"])
-                    self._store(message["generation"]).arrived(message["key"], value)
-                elif kind == "regroup":
-                    self._over(message["number"])
-                elif kind == "pause":
-                    self._joiners = message["number"]
-                elif kind == "stop":
-                    self._stopped(message)
+                elif isinstance(news, Value):
+                    self._store(news.generation).arrived(news.key, news.value)
+                elif isinstance(news, Over):
+                    self._over(news)
+                elif isinstance(news, Stop):
+                    self._end(news)
 
-    def _over(self, number: int) -> None:
-        if number > self._ended:
-            self._ended = number
-            if number in self._stores:
-                self._stores[number].close()
-            self._on_break(number)
+    def _over(self, news: Over | None) -> None:
+        if news is not None:
+            if news.number in self._stores:
+                self._stores[news.number].close()
+            self._on_break(news.number)
 
-    def _stopped(self, message: Message) -> None:
+    def _end(self, news: Stop) -> None:
         """Ends this worker: from inside ``regroup`` if it waits there, else at once."""
-        self._stop = message
-        if message.get("refused"):
-            print(f"holdfast: {message['message']}", file=sys.stderr, flush=True)
-            error = {"text": f"holdfast: {message['message']}", "code": message["code"], "final": True, "refused": True}
+        if news.refused:
+            logger.error(news.message)
+            error = {"text": f"holdfast: {news.message}", "code": news.code, "final": True, "refused": True}
             with socket.socket(fileno=os.dup(self._place.lifeline)) as line:
                 line.sendall(json.dumps(error).encode())
-        if self._standing is None:
-            os._exit(message["code"])
+        if not news.waits:
+            os._exit(news.code)
         self._changed.notify_all()

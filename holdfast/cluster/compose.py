@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from holdfast.cluster.membership import Standing, lost_units, newest_of, worker_order
+from holdfast.cluster.membership import Judge, Standing, newest_of, worker_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,18 @@ class Composition:
     reason: str
 
 
-def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], target: int) -> Composition:
+def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], target: int, judge: Judge) -> Composition:
     """Choose the next generation from the survivors' standings and the workers that wait to join.
+
+    ``judge`` says whether those who stay hold all of the state without those who leave.
 
     Joiners are taken in only when every survivor stands at the same boundary between two steps:
     elsewhere a survivor may be inside user code that a joiner will never run.
 
-    >>> a = Standing(operation=4, boundary=True)
-    >>> compose(standings={"0.0": a}, waiting=["0.2", "0.3"], target=2).members
+    >>> from holdfast.cluster.membership import Judgement
+    >>> fine = Judgement(whole=True, recoverable=False, resumable=False, reason="")
+    >>> standings = {"0.0": Standing(operation=4, boundary=True)}
+    >>> compose(standings=standings, waiting=["0.2", "0.3"], target=2, judge=lambda *_, **__: fine).members
     ('0.0', '0.2')
     """
     # Elsewhere leavers stay for one more operation: if all leave, they may have to save first.
@@ -33,18 +37,12 @@ def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], targ
     joiners = sorted(waiting, key=worker_order)[:room]
     if standings and not stay and not joiners:
         return Composition(members=(), dismissed=tuple(standings), reason="everybody was asked to leave")
-    if not _have_everything(stay, standings):
+    knows_all = newest_of(stay.values()) == newest_of(standings.values())
+    if not knows_all or not judge(stay, trained=False).whole:
         stay = dict(standings)  # the leavers hand over first what only they hold, and leave at the next boundary
     dismissed = tuple(sorted(standings.keys() - stay.keys(), key=worker_order))
     members = tuple(sorted([*stay, *joiners], key=worker_order))
     return Composition(members=members, dismissed=dismissed, reason=_reason(dismissed, joiners))
-
-
-def _have_everything(stay: Mapping[str, Standing], everybody: Mapping[str, Standing]) -> bool:
-    """Whether those who stay know the newest committed operation, and hold all of the state after it."""
-    if newest_of(stay.values()) != newest_of(everybody.values()):
-        return False
-    return not lost_units(stay.values())
 
 
 def _all_at_one_boundary(standings: Mapping[str, Standing]) -> bool:
@@ -87,14 +85,14 @@ def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: M
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ErrorVerdict:
     """What a worker's end means for the run: stop it, or go on."""
 
     stop: bool
     reason: str
 
 
-def judge_error(*, error: str, earlier: Collection[str], alive: int) -> Verdict:
+def judge_error(*, error: str, earlier: Collection[str], alive: int) -> ErrorVerdict:
     """Whether an exception in the user's code ends the run.
 
     The same error a second time would come for ever, wherever the work is moved; an error that leaves
@@ -104,10 +102,10 @@ def judge_error(*, error: str, earlier: Collection[str], alive: int) -> Verdict:
     True
     """
     if error in earlier:
-        return Verdict(stop=True, reason="the same error again on another worker")
+        return ErrorVerdict(stop=True, reason="the same error again on another worker")
     if alive == 0:
-        return Verdict(stop=True, reason="the error ended every worker")
-    return Verdict(stop=False, reason="a single worker's error; the others go on")
+        return ErrorVerdict(stop=True, reason="the error ended every worker")
+    return ErrorVerdict(stop=False, reason="a single worker's error; the others go on")
 
 
 def _named(kind: str) -> str:

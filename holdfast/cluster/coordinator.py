@@ -1,4 +1,4 @@
-"""The coordinator's process: one authenticated connection per agent and worker.
+"""The coordinator's process: sockets and timers around the roster.
 
 It runs beside the first agent and is never on the path of a step.
 """
@@ -7,57 +7,57 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 
 from holdfast.cluster import wire
 from holdfast.cluster.events import Events
-from holdfast.cluster.membership import Standing
-from holdfast.cluster.roster import DONE, Host, Peer, Roster, Worker
-from holdfast.cluster.watch import Watch
-from holdfast.cluster.wire import Message
+from holdfast.cluster.generations import RosterSettings
+from holdfast.cluster.membership import Judge
+from holdfast.cluster.register import EVENTS, HANG_UP, Sent
+from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 
 STRANGERS = 128  # connections that have not shown the token yet; more are turned away at once
+LAST_SECONDS = 0.1  # for the last messages to leave before the sockets close
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CoordinatorSettings(RosterSettings):
     """What the agent tells its coordinator."""
 
     token: str
-    minimum_hosts: int = 1
-    maximum_hosts: int = 1
-    heartbeat_timeout: float = 5.0
-    patience: float = 30.0  # how long to wait for missing hosts
-    first_host: int = 0
+    judge: str = ""  # "module:function", a ``Judge``: what the workers' standings say about their state
     events: str | None = None
 
 
 class Coordinator:
-    """Listens, lets in whoever knows the token, and passes messages between the roster and its peers."""
+    """Lets in whoever knows the token, and carries messages between the roster and its peers."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
-        self._roster = Roster(
-            minimum_hosts=settings.minimum_hosts,
-            events=Events(settings.events),
-            first_host=settings.first_host,
-            grace=settings.heartbeat_timeout,
-        )
-        self._watch = Watch(self._roster, heartbeat_timeout=settings.heartbeat_timeout, patience=settings.patience)
+        self._events = Events(settings.events)
+        self._roster = Roster(settings, judge=find_judge(settings.judge), now=time.monotonic())
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._next = 0  # the number of the next connection
         self._strangers = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
+        """Serve on a listening socket until the run is over, then end the process."""
         server = await asyncio.start_server(self._connected, sock=listener, limit=wire.SERVER_LIMIT)
-        watching = asyncio.create_task(self._watch.run())
+        self._set_timer()
         async with server:
-            await self._roster.stopped.wait()
-            await asyncio.sleep(0.1)  # lets the last messages leave before the sockets close
-            watching.cancel()
+            await self._over.wait()
+            await asyncio.sleep(LAST_SECONDS)
             os._exit(0)  # nothing is left to clean up, and asyncio would complain of open connections
+
+    # --- what comes in ---------------------------------------------------------------------------
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._strangers >= STRANGERS:
@@ -71,101 +71,91 @@ class Coordinator:
             return
         finally:
             self._strangers -= 1
-        serve = self._serve_agent if hello.get("role") == "agent" else self._serve_worker
+        connection, self._next = self._next, self._next + 1
+        self._writers[connection] = writer
+        self._step(Connected(connection=connection, hello=hello))
         try:
-            await serve(hello, reader, writer)
-        except (KeyError, TypeError, ValueError) as e:
-            self._roster.events.write("protocol-error", error=repr(e))
+            await self._hear(connection, reader)
         finally:
+            del self._writers[connection]
             writer.close()
+            self._step(Disconnected(connection=connection))
 
-    async def _hear(self, reader: asyncio.StreamReader, peer: Peer) -> Message | None:
-        """The peer's next message; None once the connection is closed."""
-        try:
-            line = await reader.readline()
-        except OSError:
-            return None
-        peer.heard = time.monotonic()
-        return wire.decode(line) if line.endswith(b"\n") else None
+    async def _hear(self, connection: int, reader: asyncio.StreamReader) -> None:
+        """Pass on what a peer says, until its connection is closed or what comes makes no sense."""
+        while True:
+            try:
+                line = await reader.readline()
+                if not line.endswith(b"\n"):
+                    return
+                message = wire.decode(line)
+            except OSError:
+                return
+            except ValueError as e:
+                self._events.write("protocol-error", error=repr(e))
+                return
+            self._step(Heard(connection=connection, message=message))
 
-    # --- agents ----------------------------------------------------------------------------------
+    def _step(self, event: Event) -> None:
+        self._carry_out(self._roster.step(event, time.monotonic()))
+        if self._roster.stopped:
+            self._over.set()
+        self._set_timer()
 
-    async def _serve_agent(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        roster, most = self._roster, self._settings.maximum_hosts
-        if hello["host"] is None and len(roster.hosts) >= most:
-            text = f"the run has all of its {most} hosts"
-            writer.write(wire.encode({"type": "stop", "code": 2, "message": text}))
-            return
-        host = roster.add_host(writer, hello)
-        try:
-            while (message := await self._hear(reader, host)) is not None:
-                self._from_agent(host, message)
-        finally:
-            if roster.hosts.get(host.number) is host:
-                roster.host_gone(host.number, "connection lost")
+    def _set_timer(self) -> None:
+        """The roster's next deadline; asyncio's clock is ``time.monotonic``."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(self._roster.deadline, self._step, Tick())
 
-    def _from_agent(self, host: Host, message: Message) -> None:
-        kind = message["type"]
-        if kind == "exit":
-            self._roster.worker_ended(message)
-        elif kind == "slots":
-            host.slots = message["slots"]
-            self._roster.advance()
-        elif kind == "nobody":
-            self._roster.nobody_left_on(host, message["reason"])
-        elif kind == "bye":
-            self._roster.host_gone(host.number, DONE)
+    # --- what goes out ---------------------------------------------------------------------------
 
-    # --- workers ---------------------------------------------------------------------------------
+    def _carry_out(self, sent: Iterable[Sent]) -> None:
+        encoded: dict[int, bytes] = {}  # by identity: an announcement to thousands is encoded once
+        for recipient, message in sent:
+            if recipient == EVENTS:
+                self._events.write(**message)
+                continue
+            writer = self._writers.get(recipient)
+            if writer is None or writer.is_closing():
+                continue
+            if message is HANG_UP:
+                _hang_up(writer)
+            else:
+                if id(message) not in encoded:
+                    encoded[id(message)] = wire.encode(message)
+                writer.write(encoded[id(message)])
 
-    async def _serve_worker(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        standing = Standing(**hello["standing"]) if hello["standing"] else None
-        worker = Worker(
-            writer=writer,
-            name=hello["worker"],
-            address=hello["address"],
-            label=hello["label"],
-            host=hello["host"],
-            fresh=hello["generation"] is None,
-            standing=standing,
-        )
-        if (refusal := self._roster.add_worker(worker, hello)) is not None:
-            worker.send({"type": "stop", **refusal})
-            return
-        try:
-            while (message := await self._hear(reader, worker)) is not None:
-                self._from_worker(worker, message)
-        finally:
-            if self._roster.workers.get(worker.name) is worker:
-                self._watch.disconnected(worker.name)
 
-    def _from_worker(self, worker: Worker, message: Message) -> None:
-        kind, roster = message["type"], self._roster
-        if kind == "standing":
-            roster.show_standing(worker, Standing(**message["standing"]), message["generation"])
-        elif kind == "store":
-            roster.share(worker.name, message)
-        elif kind == "progress":
-            roster.recovered(message["generation"], message["operation"])
-        elif kind == "beat":
-            worker.doing = message["doing"] and (message["doing"][0], message["doing"][1])
-        elif kind == "finished":
-            roster.finish()
-        elif kind == "bye":
-            roster.worker_left(worker.name)
+def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """Close after what is written has left; at once if the other side does not read."""
+    if writer.transport.get_write_buffer_size():
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+def find_judge(name: str) -> Judge:
+    """Import a ``Judge`` by its "module:function". Raises ``ImportError`` or ``AttributeError`` if there is none.
+
+    The cluster layer is told by name, so that it depends on nothing above it.
+    """
+    module, _, function = name.partition(":")
+    judge: Judge = getattr(importlib.import_module(module), function)
+    return judge
 
 
 def main() -> None:
     """``python -m holdfast.cluster.coordinator``: serves on a socket inherited from the agent."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--listener", type=int, required=True)
-    for name, value in asdict(Settings(token="")).items():
-        if name != "token":
-            kind = str if name == "events" else type(value)
-            parser.add_argument("--" + name.replace("_", "-"), type=kind, default=value)
+    defaults = asdict(CoordinatorSettings(token=""))
+    for name in [field.name for field in fields(CoordinatorSettings) if field.name != "token"]:
+        kind = str if name == "events" else type(defaults[name])
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=defaults[name])
     arguments = vars(parser.parse_args())
     listener = socket.socket(fileno=arguments.pop("listener"))
-    settings = Settings(token=os.environ["HOLDFAST_TOKEN"], **arguments)
+    settings = CoordinatorSettings(token=os.environ["HOLDFAST_TOKEN"], **arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # these are the agent's to handle
         signal.signal(number, signal.SIG_IGN)
 

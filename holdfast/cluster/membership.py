@@ -7,15 +7,15 @@ without an agent needs nobody (``Solo``); an installation with etcd can put its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 GIVEN_UP = 75  # exit code of a worker that can no longer take part as it is; its agent starts a new one
 
 
 def worker_order(worker: str) -> tuple[int, ...]:
-    """Sorts worker names ``host.ordinal`` as numbers, so that 0.10 comes after 0.9.
+    """Sort key for worker names ``host.ordinal``: as numbers, so that 0.10 comes after 0.9.
 
     >>> sorted(["0.10", "1.0", "0.9"], key=worker_order)
     ['0.9', '0.10', '1.0']
@@ -27,77 +27,51 @@ def worker_order(worker: str) -> tuple[int, ...]:
 class Standing:
     """How far a worker is: what it shows when a generation ends.
 
-    ``operation`` counts the operations it has committed (None: it holds no state yet), ``voted``
-    says that it voted for the next one and still holds that one's complete result, ``doing`` what that one is
-    ("step" …; "" if it has not begun any). ``boundary``: it is
-    between two steps, where joiners may come in; ``broken``: the generation failed it. ``result`` is
-    the value of the last committed operation, for those that have to roll forward to it. ``resumable``:
-    if nobody holds the state any more, a checkpoint may. ``held`` are the units of state that it holds as they are
-    after ``operation``, ``next`` those that it would hold after the operation it has voted for (it updates only the
-    layers of its place), ``units`` how many there are in all. ``profiled``: it knows what the layers cost.
-    ``everybody_leaves``: as its last vote said. ``logged``: it has kept what it takes to compute others' layers again.
-    ``undone``: units that were updated before the vote for the operation in hand and taken back since, or will be if
-    it is dropped. They are as they were but for rounding; copies that nobody has touched are better.
-    ``step``: how many steps it has made, where replicas train apart and need not have made the same number.
+    The cluster layer reads the first five fields. ``payload`` is opaque to it: JSON values that the workers
+    themselves, and the ``Judge``, understand.
     """
 
-    operation: int | None = None
-    voted: bool = False
-    doing: str = ""
-    boundary: bool = False
-    broken: bool = False
-    leaving: bool = False
-    result: float | None = None
-    resumable: bool = False
-    held: tuple[int, ...] = ()
-    next: tuple[int, ...] = ()
-    units: int = 0
-    profiled: bool = False
-    everybody_leaves: bool = False
-    logged: bool = False
-    undone: tuple[int, ...] = ()
-    step: int = 0
+    operation: int | None = None  # how many operations it has committed; None: it holds no state yet
+    voted: bool = False  # it voted for the next operation and still holds that one's complete result
+    boundary: bool = False  # it is between two steps, where joiners may come in
+    leaving: bool = False  # it was asked to leave, and the others have voted on that
+    broken: bool = False  # the generation failed it
+    payload: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the standing as JSON values; ``Standing(**values)`` reads them."""
+        return dict(vars(self))
 
 
 def newest_of(standings: Iterable[Standing]) -> int | None:
-    """The newest operation that somebody has committed."""
+    """Return the newest operation that one of these workers has committed, None if nobody holds state.
+
+    >>> newest_of([Standing(operation=3), Standing(operation=4), Standing()])
+    4
+    """
     return max((s.operation for s in standings if s.operation is not None), default=None)
 
 
-def still_held(standing: Standing, newest: int) -> tuple[int, ...]:
-    """The units that a worker holds as they are after ``newest``, or will when it has rolled forward.
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Whether some workers can carry the run on, and why."""
 
-    >>> still_held(Standing(operation=4, voted=True, held=(0, 1), next=(1,)), 5)
-    (1,)
-    >>> still_held(Standing(operation=4, held=(0, 1)), 5)
-    ()
-    """
-    if standing.operation == newest:
-        return standing.held
-    return standing.next if standing.operation == newest - 1 and standing.voted else ()
+    whole: bool  # together they hold all of the state
+    recoverable: bool  # what they lack can be computed again by themselves
+    resumable: bool  # a checkpoint may have what they lack
+    reason: str
 
-
-def lost_units(standings: Collection[Standing]) -> list[int]:
-    """Units of a state that somebody has trained, and nobody holds any more.
-
-    >>> lost_units([Standing(operation=3, held=(0,), units=2), Standing()])
-    [1]
-    """
-    newest = newest_of(standings)
-    if not newest:
-        return []
-    held = {unit for standing in standings for unit in still_held(standing, newest)}
-    return [unit for unit in range(max(s.units for s in standings)) if unit not in held]
+    @property
+    def goes_on(self) -> bool:
+        """Whether training can go on without a return to a checkpoint."""
+        return self.whole or self.recoverable
 
 
-def may_be_replayed(standings: Collection[Standing]) -> bool:
-    """Whether units that nobody holds may come back from records: those who have trained know best.
+class Judge(Protocol):
+    """What a standing's payload means for the cluster: the only question it asks about state."""
 
-    >>> may_be_replayed([Standing(operation=3, logged=True), Standing()]), may_be_replayed([Standing(operation=3)])
-    (True, False)
-    """
-    trained = [standing for standing in standings if standing.operation is not None]
-    return bool(trained) and all(standing.logged for standing in trained)
+    def __call__(self, standings: Mapping[str, Standing], *, trained: bool) -> Judgement:
+        """Judge the survivors. ``trained``: somebody is known to have committed something before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,17 +93,27 @@ class Generation:
     reason: str = ""
 
     def rank_of(self, worker: str) -> int:
-        return [member.worker for member in self.members].index(worker)
+        """Return the rank of a member. Raises ``ValueError`` for a worker that is none."""
+        return self.workers.index(worker)
 
     @property
     def workers(self) -> list[str]:
+        """The members' names, by rank."""
         return [member.worker for member in self.members]
 
+    @property
+    def standings(self) -> dict[str, Standing]:
+        """What each member showed to get in."""
+        return {member.worker: member.standing for member in self.members}
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the generation as JSON values, for ``from_json``."""
+        members = [vars(member) | {"standing": member.standing.to_json()} for member in self.members]
+        return {"number": self.number, "members": members, "reason": self.reason}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Generation:
+        """Read what ``to_json`` gave. Raises ``KeyError`` or ``TypeError`` on anything else."""
         members = tuple(
             Member(worker=m["worker"], address=m["address"], standing=Standing(**m["standing"]), host=m["host"])
             for m in data["members"]
@@ -156,25 +140,25 @@ class Membership(Protocol):
         """Show a standing, wait for the next generation that includes this worker."""
 
     def store(self, generation: Generation) -> Store:
-        """The store of that generation, empty at its begin."""
+        """Return the store of that generation, empty at its begin."""
 
     def on_break(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(generation number)`` from any thread once that generation is over."""
 
     def wishes(self) -> tuple[bool, bool]:
-        """(somebody waits to join, this worker is asked to leave), for the next vote."""
+        """Return (somebody waits to join, this worker is asked to leave), for the next vote."""
 
     def doing(self, operation: int, kind: str) -> None:
-        """What this worker is about to do, so that a disagreement can be noticed. Must cost nothing."""
+        """Note what this worker is about to do, so that a disagreement can be noticed. Must cost nothing."""
 
     def formed(self) -> None:
-        """The generation's group is connected: the store is no longer needed."""
+        """Note that the generation's group is connected: the store is no longer needed."""
 
     def progressed(self, generation: Generation, operation: int) -> None:
-        """The first operation of a generation is committed: recovery is over."""
+        """Tell that the first operation of a generation is committed: recovery is over."""
 
     def finished(self) -> None:
-        """The last step is committed: nobody needs to be replaced any more."""
+        """Tell that the last step is committed: nobody needs to be replaced any more."""
 
 
 class Solo:

@@ -18,7 +18,7 @@ from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Membership, Standing
-from holdfast.commit.settle import Settlement, settle
+from holdfast.commit.settle import Account, Settlement, account_of, settle
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.tree import tree_sum
 from holdfast.recovery.arrange import Arranger
@@ -260,11 +260,16 @@ class Cohort:
         return Standing(
             operation=self._operation,
             voted=self._voted is not None,
-            doing=self._doing,
             boundary=boundary,
             broken=broken,
             # Not a wish since then: those who leave together must have voted on it.
             leaving=self._leaves or self.everybody_leaves,
+            payload=self._account().to_json(),
+        )
+
+    def _account(self) -> Account:
+        return Account(
+            doing=self._doing,
             result=self._result,
             resumable=self._resumable,
             held=tuple(sorted(self._arranger.held)),
@@ -286,7 +291,7 @@ class Cohort:
         if self._ended >= generation.number:  # it ended before there was a group to abort
             self.group.abort("the generation ended while it formed")
         self.group.check()
-        settlement = settle({m.worker: m.standing for m in generation.members})
+        settlement = settle(generation.standings)
         if worker in settlement.forward:
             self._roll_forward(generation, settlement)
         else:
@@ -321,7 +326,8 @@ class Cohort:
         operation = self._voted
         assert operation is not None, "only a worker that has voted can roll forward"
         newest = next(m.standing for m in generation.members if m.standing.operation == settlement.operation)
-        self._result, self.everybody_leaves = newest.result, newest.everybody_leaves
+        account = account_of(newest)
+        self._result, self.everybody_leaves = account.result, account.everybody_leaves
         operation.apply()
         self._arranger.let_go()  # others saw the vote succeed: everybody had what it needed
         self._voted = None

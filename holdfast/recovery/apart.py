@@ -20,7 +20,7 @@ from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
 from holdfast.commit.cohort import Cohort, Kind, Operation, refuse_to_differ
-from holdfast.commit.settle import Settlement
+from holdfast.commit.settle import Settlement, account_of
 from holdfast.data.order import Batches
 from holdfast.data.parted import BatchedOrder
 from holdfast.data.share import Share
@@ -97,7 +97,9 @@ class Apart:
         self._layout, self._aside = self._engine.layout, None
         self._engine.order = self._order
         self._ballots = Ballots(group)
-        ahead = max((m.standing.step for m in generation.members if m.standing.operation is not None), default=0)
+        ahead = max(
+            (account_of(m.standing).step for m in generation.members if m.standing.operation is not None), default=0
+        )
         equal = self.step >= ahead and self._is_met(full=True)
         if self.policy.aggregate == "gradients" and not self.policy.together(self.step):
             equal = False  # somebody may be in the middle of averaging them, and it would be alone with it

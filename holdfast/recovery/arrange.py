@@ -16,7 +16,7 @@ import torch
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation
-from holdfast.commit.settle import Settlement
+from holdfast.commit.settle import Settlement, account_of
 from holdfast.engine.engine import Engine
 from holdfast.engine.profile.quick import quick_link, quick_profile
 from holdfast.engine.state import State
@@ -142,10 +142,9 @@ class Arranger:
 
     def _lost_layers(self, settlement: Settlement) -> set[int]:
         """Layers whose own tensors nobody holds; what layers share comes back with any of them."""
-        there = frozenset().union(*settlement.held.values())
-        lost = {layer for layer in range(len(self._model.layers)) if layer not in there}
+        lost = {layer for layer in range(len(self._model.layers)) if layer in settlement.lost}
         for unit in self._model.units:
-            if unit.number not in there and not unit.layers & lost:
+            if unit.number in settlement.lost and not unit.layers & lost:
                 lost.add(min(unit.layers))
         return lost
 
@@ -192,7 +191,9 @@ class Arranger:
         """If nobody knows yet what the layers cost, and it matters, the one who tells the others measures it."""
         if not self._profile_is_needed(generation):
             return
-        known = [] if settlement.begins is not None else [m for m in generation.members if m.standing.profiled]
+        known = (
+            [] if settlement.begins is not None else [m for m in generation.members if account_of(m.standing).profiled]
+        )
         if known:
             return
         teller = generation.rank_of(settlement.teller)
@@ -281,7 +282,7 @@ class Arranger:
             return frozenset()
         if progress.setdefault("saved", None) != progress["step"]:
             standings = [member.standing for member in generation.members]
-            in_a_step = any(s.doing == "step" and s.operation == settlement.operation for s in standings)
+            in_a_step = any(account_of(s).doing == "step" and s.operation == settlement.operation for s in standings)
             progress["due"] = progress["step"] + in_a_step
         known = progress.get("profile")
         chosen = choose_boundaries(

@@ -10,8 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.cluster.compose import compose, first_generation, judge_error
-from holdfast.cluster.membership import Standing, lost_units, worker_order
-from holdfast.commit.settle import settle
+from holdfast.cluster.membership import Standing, worker_order
+from holdfast.commit.settle import judge, settle
+from tests.standings import lost_units, standing
 
 NOBODY: dict[str, Standing] = {}
 UNITS = 3
@@ -31,7 +32,7 @@ def reachable(draw: st.DrawFn) -> dict[str, Standing]:
         committed = somebody_committed and draw(st.booleans())
         holds_nothing = draw(st.integers(0, 9)) == 0
         held = sorted(draw(st.sets(st.integers(0, UNITS - 1)) | st.just(set(range(UNITS)))))
-        found[f"0.{name}"] = Standing(
+        found[f"0.{name}"] = standing(
             operation=None if holds_nothing else operation + committed,
             voted=not holds_nothing and ((somebody_committed and not committed) or draw(st.booleans())),
             boundary=draw(st.booleans()),
@@ -51,7 +52,7 @@ targets = st.integers(1, 8)
 def test_members_are_survivors_and_joiners_each_once_and_sorted(
     standings: dict[str, Standing], waiting: list[str], target: int
 ) -> None:
-    made = compose(standings=standings, waiting=waiting, target=target)
+    made = compose(standings=standings, waiting=waiting, target=target, judge=judge)
     assert list(made.members) == sorted(set(made.members), key=worker_order)
     assert set(made.members) <= {*standings, *waiting}
     assert set(made.members) & set(standings) == set(standings) - set(made.dismissed)
@@ -63,7 +64,7 @@ def test_members_are_survivors_and_joiners_each_once_and_sorted(
 def test_there_are_never_more_than_wanted_unless_they_survived(
     standings: dict[str, Standing], waiting: list[str], target: int
 ) -> None:
-    made = compose(standings=standings, waiting=waiting, target=target)
+    made = compose(standings=standings, waiting=waiting, target=target, judge=judge)
     joiners = set(made.members) - set(standings)
     staying = [w for w in made.members if w in joiners or not standings[w].leaving]
     assert not joiners or len(staying) <= target
@@ -73,7 +74,7 @@ def test_there_are_never_more_than_wanted_unless_they_survived(
 def test_joiners_come_only_where_all_stand_at_one_boundary(
     standings: dict[str, Standing], waiting: list[str], target: int
 ) -> None:
-    made = compose(standings=standings, waiting=waiting, target=target)
+    made = compose(standings=standings, waiting=waiting, target=target, judge=judge)
     if set(made.members) - set(standings):
         assert all(s.boundary for s in standings.values())
         assert len({s.operation for s in standings.values()} - {None}) <= 1
@@ -81,13 +82,13 @@ def test_joiners_come_only_where_all_stand_at_one_boundary(
 
 @given(reachable(), targets)
 def test_only_those_asked_to_leave_are_let_go(standings: dict[str, Standing], target: int) -> None:
-    made = compose(standings=standings, waiting=[], target=target)
+    made = compose(standings=standings, waiting=[], target=target, judge=judge)
     assert all(standings[worker].leaving for worker in made.dismissed)
 
 
 @given(reachable(), targets)
 def test_leavers_leave_only_if_somebody_who_stays_has_a_state(standings: dict[str, Standing], target: int) -> None:
-    made = compose(standings=standings, waiting=[], target=target)
+    made = compose(standings=standings, waiting=[], target=target, judge=judge)
     if made.members and any(s.operation is not None for s in standings.values()):
         assert any(standings[worker].operation is not None for worker in made.members)
 
@@ -96,7 +97,7 @@ def test_leavers_leave_only_if_somebody_who_stays_has_a_state(standings: dict[st
 def test_no_part_of_the_state_leaves_with_a_leaver(
     standings: dict[str, Standing], waiting: list[str], target: int
 ) -> None:
-    made = compose(standings=standings, waiting=waiting, target=target)
+    made = compose(standings=standings, waiting=waiting, target=target, judge=judge)
     if made.members:
         before, after = (
             lost_units(standings.values()),
@@ -111,7 +112,7 @@ def test_no_part_of_the_state_leaves_with_a_leaver(
 def test_leavers_at_a_boundary_are_kept_only_for_what_the_others_lack(
     standings: dict[str, Standing], target: int
 ) -> None:
-    made = compose(standings=standings, waiting=[], target=target)
+    made = compose(standings=standings, waiting=[], target=target, judge=judge)
     kept = [w for w in made.members if standings[w].leaving and standings[w].boundary]
     if kept:
         others = [s for s in standings.values() if not (s.leaving and s.boundary)]
@@ -120,19 +121,19 @@ def test_leavers_at_a_boundary_are_kept_only_for_what_the_others_lack(
 
 
 def test_leavers_hand_over_to_those_who_wait() -> None:
-    standings = {"0.0": Standing(operation=3, boundary=True, leaving=True)}
-    made = compose(standings=standings, waiting=["1.0"], target=1)
+    standings = {"0.0": standing(operation=3, boundary=True, leaving=True)}
+    made = compose(standings=standings, waiting=["1.0"], target=1, judge=judge)
     assert (made.members, made.dismissed) == (("0.0", "1.0"), ())
-    assert compose(standings=standings, waiting=[], target=1).members == ()
+    assert compose(standings=standings, waiting=[], target=1, judge=judge).members == ()
 
 
 def test_no_committed_operation_leaves_with_a_leaver() -> None:
-    standings = {"0.0": Standing(operation=5, leaving=True), "0.1": Standing(operation=4, voted=True)}
+    standings = {"0.0": standing(operation=5, leaving=True), "0.1": standing(operation=4, voted=True)}
     assert operation_after(standings) == 5
 
 
 def operation_after(standings: Mapping[str, Standing]) -> int:
-    members = compose(standings=standings, waiting=[], target=4).members
+    members = compose(standings=standings, waiting=[], target=4, judge=judge).members
     return settle({worker: standings[worker] for worker in members}).operation
 
 
@@ -146,30 +147,30 @@ def test_no_committed_operation_is_lost_at_one_boundary(standings: dict[str, Sta
 
 
 def test_the_only_holder_stays_until_a_joiner_has_its_state() -> None:
-    standings = {"0.0": Standing(operation=3, boundary=True, leaving=True), "0.1": Standing(boundary=True)}
-    made = compose(standings=standings, waiting=[], target=2)
+    standings = {"0.0": standing(operation=3, boundary=True, leaving=True), "0.1": standing(boundary=True)}
+    made = compose(standings=standings, waiting=[], target=2, judge=judge)
     assert (made.members, made.dismissed) == (("0.0", "0.1"), ())
-    standings["0.1"] = Standing(operation=3, boundary=True)
-    made = compose(standings=standings, waiting=[], target=2)
+    standings["0.1"] = standing(operation=3, boundary=True)
+    made = compose(standings=standings, waiting=[], target=2, judge=judge)
     assert (made.members, made.dismissed, made.reason) == (("0.1",), ("0.0",), "0.0 left as asked")
 
 
 def test_when_everybody_leaves_the_run_ends() -> None:
-    leaving = Standing(operation=3, boundary=True, leaving=True)
-    made = compose(standings={"0.0": leaving, "0.1": leaving}, waiting=[], target=0)
+    leaving = standing(operation=3, boundary=True, leaving=True)
+    made = compose(standings={"0.0": leaving, "0.1": leaving}, waiting=[], target=0, judge=judge)
     assert made.members == ()
     assert set(made.dismissed) == {"0.0", "0.1"}
     assert "everybody" in made.reason
 
 
 def test_the_first_generation_is_made_of_those_who_wait() -> None:
-    made = compose(standings=NOBODY, waiting=["0.10", "0.9", "0.2"], target=2)
+    made = compose(standings=NOBODY, waiting=["0.10", "0.9", "0.2"], target=2, judge=judge)
     assert made.members == ("0.2", "0.9")
 
 
 def test_the_place_of_a_leaver_can_be_taken_at_once() -> None:
-    here = Standing(operation=3, boundary=True)
-    made = compose(standings={"0.0": here, "0.1": replace(here, leaving=True)}, waiting=["0.2"], target=2)
+    here = standing(operation=3, boundary=True)
+    made = compose(standings={"0.0": here, "0.1": replace(here, leaving=True)}, waiting=["0.2"], target=2, judge=judge)
     assert made.members == ("0.0", "0.2")
     assert made.reason == "0.2 joined; 0.1 left as asked"
 
@@ -202,31 +203,36 @@ def test_an_error_ends_the_run_when_it_comes_again_or_leaves_nobody(earlier: lis
 
 def test_leavers_go_at_a_boundary_only() -> None:
     """Elsewhere they may have to save first: if all leave, their next vote shows it to them."""
-    leaving = Standing(operation=4, leaving=True)
-    assert compose(standings={"0.0": leaving, "0.1": leaving}, waiting=[], target=0).members == ("0.0", "0.1")
+    leaving = standing(operation=4, leaving=True)
+    assert compose(standings={"0.0": leaving, "0.1": leaving}, waiting=[], target=0, judge=judge).members == (
+        "0.0",
+        "0.1",
+    )
     at_boundary = replace(leaving, boundary=True)
-    assert compose(standings={"0.0": at_boundary, "0.1": at_boundary}, waiting=[], target=0).members == ()
+    assert compose(standings={"0.0": at_boundary, "0.1": at_boundary}, waiting=[], target=0, judge=judge).members == ()
 
 
 def test_who_holds_the_only_copy_of_a_layer_hands_it_over_before_it_leaves() -> None:
-    here = Standing(operation=3, boundary=True, held=(0, 1), units=3)
-    leaving = replace(here, held=(1, 2), leaving=True)
-    made = compose(standings={"0.0": here, "0.1": leaving}, waiting=[], target=2)
+    here = standing(operation=3, boundary=True, held=(0, 1), units=3)
+    leaving = standing(operation=3, boundary=True, held=(1, 2), units=3, leaving=True)
+    third = standing(operation=3, boundary=True, held=(2,), units=3)
+    made = compose(standings={"0.0": here, "0.1": leaving}, waiting=[], target=2, judge=judge)
     assert (made.members, made.dismissed) == (("0.0", "0.1"), ())
-    made = compose(standings={"0.0": here, "0.1": leaving, "0.2": replace(here, held=(2,))}, waiting=[], target=2)
+    made = compose(standings={"0.0": here, "0.1": leaving, "0.2": third}, waiting=[], target=2, judge=judge)
     assert (made.members, made.dismissed) == (("0.0", "0.2"), ("0.1",))
 
 
 def test_who_will_have_updated_a_layer_counts_as_its_holder_and_who_will_not_does_not() -> None:
-    ahead = Standing(operation=5, boundary=True, held=(0,), units=2)
-    behind = Standing(operation=4, voted=True, boundary=True, held=(0, 1), next=(1,), units=2)
+    ahead = standing(operation=5, boundary=True, held=(0,), units=2)
+    behind = standing(operation=4, voted=True, boundary=True, held=(0, 1), next=(1,), units=2)
+    other = standing(operation=4, voted=True, boundary=True, held=(0, 1), next=(0,), units=2)
     assert lost_units([ahead, behind]) == []
-    assert lost_units([ahead, replace(behind, next=(0,))]) == [1], "its copy of unit 1 is one operation old"
-    assert lost_units([replace(behind, next=(0,))]) == [], "nobody has committed it: nothing is old"
+    assert lost_units([ahead, other]) == [1], "its copy of unit 1 is one operation old"
+    assert lost_units([other]) == [], "nobody has committed it: nothing is old"
 
 
 def test_a_copy_that_broke_off_is_no_begin() -> None:
     """Who was being given the state when that broke has a part of it: from that alone nobody can go on."""
-    assert lost_units([Standing(operation=3, held=(0,), units=2), Standing()]) == [1]
-    assert lost_units([Standing(operation=3, held=(), units=2)]) == [0, 1]
-    assert lost_units([Standing(operation=0, held=(), units=2)]) == [], "all there is are initial states"
+    assert lost_units([standing(operation=3, held=(0,), units=2), standing()]) == [1]
+    assert lost_units([standing(operation=3, held=(), units=2)]) == [0, 1]
+    assert lost_units([standing(operation=0, held=(), units=2)]) == [], "all there is are initial states"

@@ -1,68 +1,191 @@
-"""A worker's farewell and its agent's word that it ended come on two lines, in either order."""
+"""The roster as a state machine: events and the time in, messages out."""
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.cluster.events import Events
-from holdfast.cluster.membership import Generation, Member
-from holdfast.cluster.roster import Roster
+from holdfast.cluster.generations import LAST_WORDS_SECONDS, RosterSettings
+from holdfast.cluster.membership import Standing
+from holdfast.cluster.register import EVENTS, HANG_UP, Sent
+from holdfast.cluster.roster import Connected, Disconnected, Heard, Roster, Tick
+from holdfast.commit.settle import judge
+from tests.standings import standing
+
+Message = dict[str, Any]
 
 
-class Line:
-    """What the roster does to a connection."""
+class Table:
+    """A roster, and what it has said so far. Agents have connections 100, 101 …; worker 0.n has n."""
 
-    def __init__(self) -> None:
-        self.transport = self
-        self.aborted = False
+    def __init__(self, workers: int, **settings: Any) -> None:
+        self.now = 0.0
+        self.sent: list[Sent] = []
+        self.roster = Roster(RosterSettings(**settings), judge=judge, now=0.0)
+        self.connect(100, role="agent", host=None, slots=workers, begun=False)
+        for number in range(workers):
+            self.worker(number)
 
-    def abort(self) -> None:
-        self.aborted = True
+    def _step(self, event: Any) -> list[Sent]:
+        sent = self.roster.step(event, self.now)
+        self.sent += sent
+        return sent
 
-    def write(self, data: bytes) -> None: ...
+    def connect(self, connection: int, **hello: Any) -> list[Sent]:
+        return self._step(Connected(connection=connection, hello=hello))
 
-    def is_closing(self) -> bool:
-        return self.aborted
+    def worker(self, number: int, *, connection: int | None = None, **hello: Any) -> list[Sent]:
+        shown: Standing | None = hello.pop("standing", standing(boundary=True, units=1))
+        words = {"address": "", "label": "a test", "host": "0", "generation": None, "finished": False}
+        words |= {"committed": False, "standing": None if shown is None else shown.to_json(), "worker": f"0.{number}"}
+        return self.connect(number if connection is None else connection, role="worker", **words | hello)
+
+    def hear(self, connection: int, kind: str, **message: Any) -> list[Sent]:
+        return self._step(Heard(connection=connection, message={"type": kind, **message}))
+
+    def show(self, number: int, **fields: Any) -> list[Sent]:
+        assert self.roster.generation is not None
+        shown = standing(**{"units": 1, "held": (0,)} | fields).to_json()
+        return self.hear(number, "standing", generation=self.roster.generation.number, standing=shown)
+
+    def close(self, connection: int) -> list[Sent]:
+        return self._step(Disconnected(connection=connection))
+
+    def wait(self, seconds: float, *beating: int) -> list[Sent]:
+        """Let time pass, deadline by deadline, while these connections give signs of life."""
+        until, sent = self.now + seconds, []
+        while self.roster.deadline <= until and not self.roster.stopped:
+            self.now = self.roster.deadline
+            sent += self._step(Tick())
+            for connection in beating:
+                sent += self.hear(connection, "beat", doing=None)
+        self.now = until
+        return sent
 
 
-class Peer:
-    def __init__(self) -> None:
-        self.writer = Line()
-
-    def send(self, message: Any) -> None: ...
+def to(sent: list[Sent], connection: int) -> list[str]:
+    return [message["type"] for recipient, message in sent if recipient == connection]
 
 
-def report(code: int, error: Any = None) -> dict[str, Any]:
-    return {"type": "exit", "worker": "0.1", "code": code, "cause": f"exited with code {code}", "error": error}
+def logged(sent: list[Sent]) -> list[str]:
+    return [message["event"] for recipient, message in sent if recipient == EVENTS]
 
 
-async def told(path: Path, *, code: int, farewell: bool) -> tuple[str, bool]:
-    """The agent's word comes first."""
-    roster = Roster(minimum_hosts=1, events=Events(str(path)))
-    worker: Any = Peer()
-    roster.workers["0.1"] = worker
-    members = tuple(Member(worker=name, address="") for name in ("0.0", "0.1"))
-    roster.generation = Generation(number=1, members=members)
-    roster.workers["0.0"] = Peer()  # type: ignore[assignment]
-    roster.advance = lambda: None  # type: ignore[method-assign]
-    roster.worker_ended(report(code))
-    if farewell:
-        roster.worker_left("0.1")
-    return path.read_text(), worker.writer.aborted
+def test_the_first_generation_is_announced_once_all_are_there() -> None:
+    table = Table(3)
+    for number in range(3):
+        assert to(table.sent, number) == ["generation"]
+    assert to(table.sent, 100) == ["welcome", "generation"]
 
 
-def test_a_farewell_behind_the_agents_word_is_no_failure(tmp_path: Path) -> None:
-    events, aborted = asyncio.run(told(tmp_path / "events", code=0, farewell=True))
-    assert '"failure"' not in events
-    assert not aborted, "the farewell would be lost with the line"
+def test_an_announcement_is_one_object_for_all() -> None:
+    announced = [message for _, message in Table(3).sent if message.get("type") == "generation"]
+    assert len(announced) == 4
+    assert all(message is announced[0] for message in announced)
+
+
+def test_a_loss_calls_each_member_back_once() -> None:
+    """However many standings and signs of life come in meanwhile."""
+    size = 20
+    table = Table(size)
+    sent = table.close(0)
+    for number in range(1, size - 1):
+        sent += table.show(number, operation=5, broken=True)
+        sent += table.wait(1.0, *range(1, size), 100)
+    calls = [recipient for recipient, message in sent if message.get("type") == "regroup"]
+    assert sorted(calls) == list(range(1, size))
+    sent = table.show(size - 1, operation=5, broken=True)
+    assert to(sent, 1) == ["generation"]
+    assert table.roster.members == [f"0.{n}" for n in range(1, size)]
+
+
+def test_who_reconnects_is_called_again() -> None:
+    table = Table(3)
+    table.close(0)
+    assert table.roster.generation is not None
+    known = table.roster.generation.to_json()
+    sent = table.worker(1, connection=11, standing=None, generation=known)
+    assert to(sent, 11) == ["regroup"]
+    assert to(table.close(1), EVENTS) == [], "its old connection is nobody's any more"
+
+
+def test_members_are_invited_once_to_let_somebody_join() -> None:
+    table = Table(2)
+    table.close(1)
+    table.show(0, operation=3, broken=True)
+    sent = table.worker(2)
+    assert to(sent, 0) == ["pause"]
+    assert "pause" not in to(table.wait(2.0, 0, 2, 100), 0)
+    sent = table.show(0, operation=4, boundary=True)
+    assert to(sent, 2) == ["generation"]
+    assert table.roster.members == ["0.0", "0.2"]
+
+
+def report(worker: str, code: int, error: Message | None = None) -> Message:
+    return {"worker": worker, "code": code, "cause": f"exited with code {code}", "error": error}
+
+
+def test_a_farewell_behind_the_agents_word_is_no_failure() -> None:
+    table = Table(2)
+    sent = table.hear(100, "exit", **report("0.1", 0))
+    assert (1, HANG_UP) not in sent, "the farewell would be lost with the line"
+    assert "failure" not in logged(sent + table.hear(1, "bye") + table.close(1))
 
 
 @pytest.mark.parametrize("code", [-9, 1])
-def test_a_worker_that_died_is_a_failure_at_once(tmp_path: Path, code: int) -> None:
-    events, aborted = asyncio.run(told(tmp_path / "events", code=code, farewell=False))
-    assert '"failure"' in events
-    assert aborted
+def test_a_worker_that_died_is_a_failure_at_once(code: int) -> None:
+    table = Table(2)
+    sent = table.hear(100, "exit", **report("0.1", code))
+    assert "failure" in logged(sent)
+    assert (1, HANG_UP) in sent
+    assert to(sent, 0) == ["regroup"]
+    assert table.close(1) == [], "told once"
+
+
+def test_silence_is_a_loss_and_the_process_is_killed() -> None:
+    table = Table(2, heartbeat_timeout=5.0)
+    sent = table.wait(10.0, 0, 100)
+    assert (1, HANG_UP) in sent
+    assert "kill" in to(sent, 100)
+    assert "regroup" in to(sent, 0)
+
+
+def test_nobodys_silence_counts_when_the_roster_was_asleep_itself() -> None:
+    table = Table(2, heartbeat_timeout=5.0)
+    table.now += 60.0
+    assert "failure" not in logged(table._step(Tick()))
+    assert "failure" not in logged(table.close(1)), "it may come back"
+    assert "0.1" in table.roster.absent
+    assert "failure" in logged(table.wait(10.0, 0, 100))
+
+
+def test_the_last_words_are_waited_for() -> None:
+    table = Table(1)
+    table.show(0, operation=2)
+    table.hear(0, "progress", generation=2, operation=2)
+    sent = table.close(0)
+    assert "stop" not in logged(sent)
+    assert table.roster.deadline <= table.now + LAST_WORDS_SECONDS
+    assert "stop" in logged(table.wait(2 * LAST_WORDS_SECONDS, 100))
+    assert table.roster.stopped
+
+
+def test_without_survivors_a_run_with_checkpoints_begins_again() -> None:
+    table = Table(1)
+    table.show(0, operation=2, resumable=True)
+    table.hear(0, "progress", generation=2, operation=2)
+    table.close(0)
+    assert to(table.worker(1), 1) == ["generation"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("standing", {}), ("standing", {"generation": 1, "standing": {"nonsense": 1}}), ("progress", {}), ("beat", {})],
+)
+def test_a_malformed_message_costs_its_sender_the_connection(kind: str, message: Message) -> None:
+    table = Table(2)
+    sent = table.hear(1, kind, **message)
+    assert logged(sent) == ["protocol-error"]
+    assert (1, HANG_UP) in sent
+    assert not table.roster.stopped

@@ -13,9 +13,10 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.cluster.membership import Standing, lost_units, newest_of, worker_order
+from holdfast.cluster.membership import Standing, newest_of, worker_order
 from holdfast.commit.settle import Settlement
 from holdfast.recovery.copy import moves
+from tests.standings import lost_units, standing
 
 Settle = Callable[[dict[str, Standing]], Settlement]
 UNITS = 4
@@ -34,7 +35,7 @@ class Worker:
     undone: set[int] = field(default_factory=set)
 
     def standing(self) -> Standing:
-        return Standing(
+        return standing(
             operation=self.operation,
             voted=self.voted is not None,
             held=tuple(sorted(self.held)),

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from holdfast.cluster import faults
-from holdfast.cluster import membership as membership_module
 from holdfast.commit import cohort, settle
 from holdfast.recovery import arrange
 from tests.engine.pipelines import Job, Layer, Result, lay, linear, train_alone
@@ -232,14 +231,13 @@ def test_many_of_these_runs_go_on_to_the_end(make_town: Any) -> None:
     assert found["generations"] > 16
 
 
-def as_if_all_were_updated(standing: Any, newest: int) -> Any:
+def as_if_all_were_updated(standing: Any, account: Any, newest: int) -> Any:
     here = standing.operation == newest or (standing.operation == newest - 1 and standing.voted)
-    return standing.held if here else ()
+    return account.held if here else ()
 
 
 def test_old_copies_taken_for_new_would_show(make_town: Any, expected: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a worker that has voted, and rolls forward, is believed to have updated all that it has."""
-    for module in (membership_module, settle):
-        monkeypatch.setattr(module, "still_held", as_if_all_were_updated)
+    monkeypatch.setattr(settle, "_still_held", as_if_all_were_updated)
     with pytest.raises(AssertionError):
         assert_trained(run(make_town(FIRST_STEP, 3, one_pipeline), 3), expected)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from holdfast.cluster import faults
-from holdfast.cluster.membership import lost_units, may_be_replayed
 from holdfast.commit import cohort
 from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.engine import again
@@ -31,7 +30,6 @@ from holdfast.recovery.replay import Replayer
 from holdfast.run.saving import Saver, Settings
 from tests.engine.memory_group import MemoryGroup, Network
 from tests.engine.pipelines import CPU, Job, Layer, Result, lay, linear, train_alone
-from tests.recovery import town as town_module
 from tests.recovery.town import Fate, Town, Voice, assert_trained, random_layout, step_of
 
 LAYERS, STEPS = 5, 6
@@ -123,9 +121,6 @@ def expected() -> Result:
 
 @pytest.fixture
 def make_town(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    def lost(standings: Any) -> list[int]:
-        return [] if may_be_replayed(standings) else lost_units(standings)
-
     count = iter(range(1000))
 
     def make(
@@ -136,7 +131,6 @@ def make_town(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(faults, "point", town.point)
         monkeypatch.setattr(cohort, "form", town.form)
         monkeypatch.setattr(arrange, "lay_out", town.lay_out)
-        monkeypatch.setattr(town_module, "lost_units", lost)
         return town
 
     return make

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.cluster import membership
 from holdfast.cluster.membership import Standing, newest_of, worker_order
 from holdfast.commit import settle as settling
-from holdfast.commit.settle import Settlement, settle, trusted
+from holdfast.commit.settle import Settlement, account_of, settle, trusted
 from holdfast.errors import HoldfastError
 from tests.recovery.commit_model import UNITS, Settle, survives
+from tests.standings import standing
+
+
+def changed(shown: Standing, **fields: Any) -> Standing:
+    """The same standing with another account."""
+    return replace(shown, payload=replace(account_of(shown), **fields).to_json())
 
 
 @given(st.integers(0, 2**32))
@@ -51,33 +57,33 @@ def oldest_wins(standings: dict[str, Standing]) -> Settlement:
     if plan.begins is not None:
         return plan
     oldest = min(known.values())
-    held = {w: frozenset(s.held) if s.operation == oldest else frozenset() for w, s in standings.items()}
+    held = {w: frozenset(account_of(s).held) if s.operation == oldest else frozenset() for w, s in standings.items()}
     newcomers = tuple(w for w in standings if known.get(w) != oldest)
     return replace(plan, operation=oldest, forward=(), held=held, newcomers=newcomers)
 
 
 def as_if_all_were_updated(standings: dict[str, Standing]) -> Settlement:
     """Who rolls forward is believed to update all that it has, and not only what is of its place."""
-    return settle({w: replace(s, next=s.held) for w, s in standings.items()})
+    return settle({w: changed(s, next=account_of(s).held) for w, s in standings.items()})
 
 
 def everybody_is_up_to_date(standings: dict[str, Standing]) -> Settlement:
     plan = settle(standings)
-    return replace(plan, held={w: frozenset(s.held) for w, s in standings.items()})
+    return replace(plan, held={w: frozenset(account_of(s).held) for w, s in standings.items()})
 
 
 def undone_is_as_good(standings: dict[str, Standing]) -> Settlement:
     """As if undoing gave back every bit."""
-    return settle({w: replace(s, undone=()) for w, s in standings.items()})
+    return settle({w: changed(s, undone=()) for w, s in standings.items()})
 
 
 def the_last_ones_copy(standings: dict[str, Standing]) -> Settlement:
     """A copy that was undone counts even if others are untouched."""
     plan = settle(standings)
     held = {w: set(units) for w, units in plan.held.items()}
-    for w, standing in standings.items():
+    for w, account in {w: account_of(s) for w, s in standings.items()}.items():
         if w not in plan.newcomers and w not in plan.forward:
-            for unit in set(standing.undone) & set(standing.held):
+            for unit in set(account.undone) & set(account.held):
                 for units in held.values():
                     units.discard(unit)
                 held[w].add(unit)
@@ -86,7 +92,7 @@ def the_last_ones_copy(standings: dict[str, Standing]) -> Settlement:
 
 def untouched_because_it_will_roll_forward(standings: dict[str, Standing]) -> Settlement:
     """Who has voted is believed to be untouched, though it has to drop what it voted for."""
-    return settle({w: replace(s, undone=()) if s.voted else s for w, s in standings.items()})
+    return settle({w: changed(s, undone=()) if s.voted else s for w, s in standings.items()})
 
 
 @pytest.mark.parametrize("broken", [undone_is_as_good, the_last_ones_copy, untouched_because_it_will_roll_forward])
@@ -111,15 +117,14 @@ def test_the_model_finds_out_a_broken_settle(broken: Settle) -> None:
 
 def test_the_model_finds_out_losses_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is one operation behind, and has voted, holds what it will have updated: no more, no less."""
-    monkeypatch.setattr(membership, "still_held", lambda standing, newest: standing.held)
-    monkeypatch.setattr(settling, "still_held", lambda standing, newest: standing.held)
+    monkeypatch.setattr(settling, "_still_held", lambda standing, account, newest: account.held)
     with pytest.raises(AssertionError):
         sum(survives(seed, settle) for seed in range(300))
 
 
 units = st.sets(st.integers(0, UNITS - 1)).map(lambda found: tuple(sorted(found)))
 standings = st.builds(
-    Standing,
+    standing,
     operation=st.none() | st.integers(0, 3),
     voted=st.booleans(),
     boundary=st.booleans(),
@@ -128,7 +133,7 @@ standings = st.builds(
     next=units,
     units=st.just(UNITS),
 )
-touched = st.builds(replace, standings, undone=units)
+touched = st.builds(changed, standings, undone=units)
 names = st.builds("{}.{}".format, st.integers(0, 2), st.integers(0, 20))
 
 
@@ -147,7 +152,8 @@ def test_everybody_stands_there_or_is_told_and_only_voters_roll_forward(standing
         assert plan.operation == newest_of(standings.values())
         assert all(standings[w].operation == plan.operation or w in plan.forward for w in there)
         for worker, units in plan.held.items():
-            known = standings[worker].next if worker in plan.forward else standings[worker].held
+            account = account_of(standings[worker])
+            known = account.next if worker in plan.forward else account.held
             assert units == (set(known) if worker in there else set())
     else:
         assert there == [plan.begins] == [min(standings, key=worker_order)]
@@ -157,15 +163,16 @@ def test_everybody_stands_there_or_is_told_and_only_voters_roll_forward(standing
 
 @given(st.dictionaries(names, touched, min_size=1, max_size=8))
 def test_of_what_was_undone_untouched_copies_count_or_one(standings: dict[str, Standing]) -> None:
-    plan, plain = settle(standings), settle({w: replace(s, undone=()) for w, s in standings.items()})
+    plan, plain = settle(standings), settle({w: changed(s, undone=()) for w, s in standings.items()})
     assert (plan.operation, plan.forward) == (plain.operation, plain.forward)
     if plan.begins is not None:
-        assert not standings[plan.begins].undone or all(s.undone for s in standings.values())
+        undone = {w: account_of(s).undone for w, s in standings.items()}
+        assert not undone[plan.begins] or all(undone.values())
         return
     for unit in range(UNITS):
         holders = [w for w in sorted(standings, key=worker_order) if unit in plain.held[w]]
         counts = [w for w in holders if unit in plan.held[w]]
-        untouched = [w for w in holders if w in plan.forward or unit not in standings[w].undone]
+        untouched = [w for w in holders if w in plan.forward or unit not in account_of(standings[w]).undone]
         assert counts == (untouched or holders[:1])
         assert (unit in plan.inexact) == (bool(holders) and not untouched)
         assert (unit in plan.undone) == (len(untouched) < len(holders))
@@ -173,8 +180,8 @@ def test_of_what_was_undone_untouched_copies_count_or_one(standings: dict[str, S
 
 def test_who_rolls_forward_has_an_exact_copy() -> None:
     """One has committed operation 4 and begun the next; the other still has the bits of 4 when it rolls forward."""
-    ahead = Standing(operation=5, held=(0, 1), undone=(1,), units=2)
-    behind = Standing(operation=4, voted=True, held=(0, 1), next=(0, 1), undone=(0, 1), units=2)
+    ahead = standing(operation=5, held=(0, 1), undone=(1,), units=2)
+    behind = standing(operation=4, voted=True, held=(0, 1), next=(0, 1), undone=(0, 1), units=2)
     plan = settle({"0.0": ahead, "0.1": behind})
     assert plan.held == {"0.0": {0}, "0.1": {0, 1}}
     assert (plan.undone, plan.inexact) == ((1,), ())
@@ -195,19 +202,19 @@ def test_every_worker_comes_to_the_same_settlement(standings: dict[str, Standing
 
 
 def test_at_the_begin_the_first_workers_model_is_everybodys() -> None:
-    plan = settle({worker: Standing(boundary=True) for worker in ["0.10", "1.0", "0.9"]})
+    plan = settle({worker: standing(boundary=True) for worker in ["0.10", "1.0", "0.9"]})
     assert (plan.operation, plan.begins, plan.newcomers) == (0, "0.9", ("0.10", "1.0"))
     assert plan.teller == "0.9"
 
 
 def test_what_nobody_has_committed_is_begun_again_by_the_first() -> None:
     """Also if some have voted for it: nobody ever will commit it."""
-    plan = settle({"0.0": Standing(), "0.1": Standing(operation=0, voted=True, held=(0, 1), units=2)})
+    plan = settle({"0.0": standing(), "0.1": standing(operation=0, voted=True, held=(0, 1), units=2)})
     assert (plan.operation, plan.begins, plan.forward, plan.newcomers) == (0, "0.0", (), ("0.1",))
 
 
 def test_reasons_are_in_words() -> None:
-    plan = settle({"0.0": Standing(operation=5), "0.1": Standing(operation=4, voted=True), "0.2": Standing()})
+    plan = settle({"0.0": standing(operation=5), "0.1": standing(operation=4, voted=True), "0.2": standing()})
     assert plan.reason == "operation 4 is committed: 0.1 roll forward; 0.2 get the state"
-    plan = settle({w: Standing(operation=5, held=(0, 1), undone=(1,), broken=True) for w in ("0.0", "0.1")})
+    plan = settle({w: standing(operation=5, held=(0, 1), undone=(1,), broken=True) for w in ("0.0", "0.1")})
     assert plan.reason == "all copies of units 1 were updated and taken back, one is everybody's"

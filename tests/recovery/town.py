@@ -19,7 +19,8 @@ import torch
 
 from holdfast.cluster import compose
 from holdfast.cluster.events import Events
-from holdfast.cluster.membership import Generation, Member, Standing, lost_units, worker_order
+from holdfast.cluster.membership import Generation, Member, Standing, worker_order
+from holdfast.commit import settle
 from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.engine.state import State
 from holdfast.plan.layout import Layout
@@ -151,15 +152,15 @@ class Town:
             self.over = None if self.finishing else "nobody is left"
             return
         had_state = any(member.standing.operation for g in self.generations for member in g.members)
-        nobody = had_state and all(s.operation is None for s in standings.values())
-        if (lost_units(standings.values()) or nobody) and not self.finishing:
+        judgement = settle.judge(standings, trained=had_state)
+        if not judgement.goes_on and not self.finishing:
             self.over = "a part of the state is lost"
             return
-        if lost_units(standings.values()):  # all had voted for the end: the run is over
+        if self.finishing and not judgement.whole:  # all had voted for the end: the run is over
             self._dismissed |= {*standings}
             return
         waiting = [] if self.finishing else self.waiting()
-        made = compose.compose(standings=standings, waiting=waiting, target=self.target)
+        made = compose.compose(standings=standings, waiting=waiting, target=self.target, judge=settle.judge)
         self._dismissed |= {*made.dismissed}
         self._alive -= {*made.dismissed}
         for worker in made.dismissed:
