@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,11 @@ def main() -> None:
         sys.stdout.write(json.dumps({"losses": losses}) + "\n")
 
 
-def make_run(args: argparse.Namespace, **settings: Any) -> holdfast.Run:
+def make_run(
+    args: argparse.Namespace, *, kind: Callable[..., holdfast.Run] = holdfast.Run, **settings: Any
+) -> holdfast.Run:
     """What all races of holdfast with itself and with others train."""
-    return holdfast.Run(
+    return kind(
         layers=model.build_layers(args),
         loss=model.loss_fn,
         optimizer=model.build_optimizer,

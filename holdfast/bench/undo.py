@@ -32,8 +32,8 @@ COMMIT, EAGER = "two-phase commit", "eager + undo"
 WAYS: Mapping[str, Sequence[str]] = {
     COMMIT: (),
     EAGER: ("--update", "eager"),
-    "commit-copy, k=1": ("--update", "commit-copy", "--every", "1"),
-    "commit-copy, k=10": ("--update", "commit-copy", "--every", "10"),
+    "commit-copy, k=1": ("--copy-every", "1"),
+    "commit-copy, k=10": ("--copy-every", "10"),
 }
 WIDE = Shape(model="wide", layers=6, width=768, micro_batches=2)  # large weights, little to compute
 SHAPES = {"gpt": Shape(model="gpt", layers=6, micro_batches=4), "wide": WIDE}

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import gc
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
 
+import holdfast
 from holdfast.bench import pipeline_model as model
+from holdfast.bench.commit_copy import CommitCopyRun
 from holdfast.bench.peers.common import Progress
 from holdfast.bench.pipeline_train import make_run, worker_number
 
 
 def main() -> None:
     parser = model.argument_parser(__doc__)
-    parser.add_argument("--update", choices=["commit", "eager", "commit-copy"], default="commit")
-    parser.add_argument("--every", type=int, default=1000, help="steps between two copies (commit-copy)")
+    parser.add_argument("--update", choices=["commit", "eager"], default="commit")
+    parser.add_argument("--copy-every", type=int, help="commit blocks of so many steps, with copies of the state")
     parser.add_argument("--measure", type=int, default=0, help="the step after which memory is measured")
     args = parser.parse_args()
-    run = make_run(args, stages=1, update=args.update, every=args.every)
+    kind = holdfast.Run if args.copy_every is None else partial(CommitCopyRun, copy_every=args.copy_every)
+    run = make_run(args, kind=kind, stages=1, update=args.update)
     worker = worker_number()
     progress = Progress(args, worker)
     for step in run.steps(args.steps):
