@@ -4,8 +4,9 @@ import os
 from functools import partial
 
 import holdfast
-from holdfast.bench.commit_copy import CommitCopyRun
+from bench.pipelines.commit_copy import CommitCopyRun
 from tests.faults import train
 
-holdfast.Run = partial(CommitCopyRun, copy_every=int(os.environ["COPY_EVERY"]))  # type: ignore[assignment,misc]
-train.main()
+if __name__ == "__main__":
+    holdfast.Run = partial(CommitCopyRun, copy_every=int(os.environ["COPY_EVERY"]))  # type: ignore[assignment,misc]
+    train.main()

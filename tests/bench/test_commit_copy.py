@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.pipelines.commit_copy import StateCopy
 from holdfast import codec
-from holdfast.bench.commit_copy import StateCopy
 from holdfast.engine.state import State
 from tests.harness import assert_every_worker_commits_each_step_once, launch
 from tests.recovery.parts import train, whole

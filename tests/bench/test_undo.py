@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.bench import undo
-from holdfast.bench.pipeline_start import Shape
-from holdfast.bench.undo_train import held_bytes
+from bench.pipelines.entries import Shape
+from bench.pipelines.update_entry import held_bytes
+from bench.races import undo
 
 
 def test_memory_counts_each_tensor_once_and_forgets_what_is_gone() -> None:
