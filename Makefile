@@ -62,17 +62,9 @@ test-study: setup
 	$(BIN)/python -m holdfast.study.install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/study
 
+RACES := overhead recovery checkpoint zero planner pipeline log replay undo sync
 bench: setup formats
-	$(BIN)/holdfast bench overhead
-	$(BIN)/holdfast bench recovery
-	$(BIN)/holdfast bench checkpoint
-	$(BIN)/holdfast bench zero
-	$(BIN)/holdfast bench planner
-	$(BIN)/holdfast bench pipeline
-	$(BIN)/holdfast bench log
-	$(BIN)/holdfast bench replay
-	$(BIN)/holdfast bench undo
-	$(BIN)/holdfast bench sync
+	for race in $(RACES); do $(BIN)/python -m bench $$race || exit 1; done
 
 clean:
 	rm -rf .venv .bench .study holdfast-logs holdfast-demo holdfast-study

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.race import free_port
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.events import read_events
 from holdfast.cluster.local import LocalWorker, start_zygote
+from holdfast.measuring import free_port
 
 TRAIN = Path(__file__).parent / "faults" / "train.py"
 HEARTBEAT = 3.0  # seconds: a worker that waits for its turn on a busy machine is not lost

@@ -315,6 +315,17 @@ def test_steps_can_be_called_again_to_go_on() -> None:
     assert parts.sha256() == whole.sha256()
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_eager_updates_change_nothing_while_nothing_breaks(tmp_path: Path, checkpoint: bool) -> None:
+    found = []
+    for update in ("commit", "eager"):
+        more: dict[str, Any] = {"checkpoint": tmp_path / update, "every": 3} if checkpoint else {}
+        run = make(update=update, **more)
+        found.append(([(step.number, step.loss) for step in train(run, 7)], run.sha256()))
+        run.finish()
+    assert found[0] == found[1]
+
+
 def test_leaving_the_loop_early_loses_nothing() -> None:
     left, whole = make(), make()
     for step in left.steps(10):
@@ -392,6 +403,12 @@ BAD_USE = {
     "a log of running statistics": (
         {"log": True, "checkpoint": "unused", "layers": norm, "numerics": "fast"},
         "layer '1' keeps running statistics, which a log does not have",
+    ),
+    "an unknown update": ({"update": "later"}, r"update='later' is not known.*'eager'"),
+    "eager updates that are clipped": ({"update": "eager", "clip_norm": 1.0}, "clip_norm needs all gradients"),
+    "eager updates that nobody can undo": (
+        {"update": "eager", "optimizer": lambda ps: torch.optim.RMSprop(ps)},
+        "RMSprop cannot be undone",
     ),
     "an optimizer instead of a factory": (
         {"layers": linear, "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1)},

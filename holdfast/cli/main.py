@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from holdfast.cli import bench, ckpt, demo, plan, profile, run, simulate, study
+from holdfast.cli import ckpt, demo, plan, profile, run, simulate, study
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -23,7 +23,6 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("study")(study.study)
 app.add_typer(ckpt.app, name="ckpt")
-app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

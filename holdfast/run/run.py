@@ -32,7 +32,6 @@ from holdfast.errors import UsageError
 from holdfast.log.log import LogSettings
 from holdfast.recovery.apart import Apart
 from holdfast.recovery.arrange import Arranger, Wishes
-from holdfast.recovery.copies import Together
 from holdfast.recovery.replay import Replayer
 from holdfast.run.results import Results
 from holdfast.run.saving import Saver, Settings
@@ -78,8 +77,7 @@ class Run:
 
     ``update`` says when: "commit" once all have voted that the step's gradients are complete; "eager" each layer as
     soon as its own gradient is, before the vote: if the step breaks, it is undone, from the gradients and without a
-    copy, up to rounding (docs/undo.md). "commit-copy" is there to be compared with, for ``stages=1``: each worker
-    copies its state ``every`` so many steps, and these steps are committed, yielded and lost together.
+    copy, up to rounding (docs/undo.md).
 
     With ``log`` workers keep what they send from stage to stage until a later checkpoint is there. Layers of which
     every copy is lost are then computed again from that, alone, instead of everything. A number of bytes (or "2GB")
@@ -110,7 +108,7 @@ class Run:
         seed: int = 0,
         shuffle: bool = True,
         numerics: Literal["exact", "fast"] = "exact",
-        update: Literal["commit", "eager", "commit-copy"] = "commit",
+        update: Literal["commit", "eager"] = "commit",
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
@@ -132,7 +130,7 @@ class Run:
         check_sync(sync, stages=stages, memory=memory, profile=profile, update=update, log=log, partition=partition)
         policy = None if isinstance(sync, str) else sync
         stages = stages if policy is None else 1
-        check_update(update, clip_norm=clip_norm, stages=stages, every=every, log=log)
+        check_update(update, clip_norm=clip_norm)
         check_layout(tolerate, stages, memory, profile)
         check_batches(data, global_batch, micro_batch)
         exact = numerics == "exact"
@@ -166,13 +164,11 @@ class Run:
         # May differ from run to run, but not from worker to worker:
         shape = f"tolerate {tolerate}, stages {stages}, memory {memory}, update {update}, log {log}, sync {sync}"
         self._take_part(wishes, kept or None, label=label, shape=shape)
-        self._apart = self._together = None
+        self._apart = None
         if policy is not None:
             self._arranger.unvoted = True
             parts = (self.engine, self._state, self._cohort, self._events)
             self._apart = Apart(policy, *parts, between=self._between_steps)
-        if update == "commit-copy" and every != "auto":
-            self._together = Together(self.engine, self._state, self._attempt, every)
 
     def _take_part(self, wishes: Wishes, kept: Settings | None, *, label: str, shape: str) -> None:
         """The state of this worker, and its place among the others."""
@@ -219,9 +215,9 @@ class Run:
         self._cohort.boundary()
         while self.step < total:
             self._save_if_due()  # a log begins with a checkpoint
-            for step in self._next_steps(total):
-                self._script.move_to(f"in {step.number + 1}")
-                yield step
+            step = self._next_step()
+            self._script.move_to(f"in {step.number + 1}")
+            yield step
             self._between_steps()
         self._script.move_to(f"after {total}")
         if self.step == total:  # a joiner's script runs through loops that are long over
@@ -266,26 +262,21 @@ class Run:
             self._apart.settle(why, full=full)
             self._apart.compute_together()
 
-    def _next_steps(self, total: int) -> list[Step]:
-        """Commits the next step, or those that are committed together."""
-        first, cohort = self.step, self._cohort
-        faults.at_step(first)
+    def _next_step(self) -> Step:
+        """Commits the next step."""
+        number, cohort = self.step, self._cohort
+        faults.at_step(number)
         begin, generation = time.monotonic(), cohort.generation
         report = EVERY_STEP
-        if self._apart is not None:
-            loss, report = self._apart.next_step(self._one_step(first), first)
-            losses = [loss]
-        elif self._together is None:
-            losses = [cohort.commit(self._one_step(first))]
+        if self._apart is None:
+            loss = cohort.commit(self._one_step(number))
         else:
-            cohort.commit(self._together.operation(first, total))
-            losses = self._together.losses
+            loss, report = self._apart.next_step(self._one_step(number), number)
         if self._saver is not None and cohort.generation == generation:  # a recovery is not the cost of a save
-            self._saver.costs.step((time.monotonic() - begin) / len(losses), saving=self._saver.busy)
-        for number, loss in enumerate(losses, first):
-            self._event("commit", step=number, loss=loss)
+            self._saver.costs.step(time.monotonic() - begin, saving=self._saver.busy)
+        self._event("commit", step=number, loss=loss)
         self._say_what_is_survived()
-        return [self._step(number, loss, report) for number, loss in enumerate(losses, first)]
+        return self._step(number, loss, report)
 
     def _one_step(self, number: int) -> Operation:
         def apply() -> None:

@@ -52,21 +52,13 @@ def check_settings(numerics: str, seed: int) -> None:
         raise UsageError("seed cannot be negative")
 
 
-def check_update(update: Any, *, clip_norm: float | None, stages: Any, every: Any, log: Any) -> None:
-    if update not in ("commit", "eager", "commit-copy"):
-        raise UsageError(f"update={update!r} is not known", hint="'commit', 'eager' or 'commit-copy'")
+def check_update(update: Any, *, clip_norm: float | None) -> None:
+    if update not in ("commit", "eager"):
+        raise UsageError(f"update={update!r} is not known", hint="'commit' or 'eager'")
     if update == "eager" and clip_norm is not None:
         raise UsageError(
             "clip_norm needs all gradients before the first update", hint="leave it out, or update='commit'"
         )
-    if update != "commit-copy":
-        return
-    if stages != 1:
-        raise UsageError("update='commit-copy' needs workers that hold the whole model", hint="give the run stages=1")
-    if type(every) is not int or every < 1:
-        raise UsageError("update='commit-copy' needs the number of steps between two copies", hint="every=10")
-    if log:
-        raise UsageError("update='commit-copy' cannot take back what is logged", hint="leave out log=")
 
 
 def check_sync(

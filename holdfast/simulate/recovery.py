@@ -11,8 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.simulate.kill import kill_one
 
-BENCH = Path(".bench")  # where `holdfast bench` writes
+BENCH = Path(".bench")  # where `python -m bench` writes
 WORKERS, KILLS = 3, 3
 
 
@@ -37,14 +38,14 @@ def given(milliseconds: float) -> Recovery:
 
 
 def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
-    """What `holdfast bench recovery` found on this machine; without it, a few workers are killed now, once."""
+    """What `python -m bench recovery` found on this machine; without it, a few workers are killed now, once."""
     raced, own = bench / "recovery.json", bench / "simulate-recovery.json"
-    found = _from_file(raced, "holdfast bench recovery") or _from_file(own, "holdfast simulate")
+    found = _from_file(raced, "python -m bench recovery") or _from_file(own, "holdfast simulate")
     if found is not None:
         return found
     _check_writable(own)
     say(f"measuring recovery on this machine: {KILLS} times {WORKERS} workers, one killed (once; some seconds)")
-    times = _kill(say)
+    times = _kill(say, bench)
     row = {"beyond_redone_step_ms": {"median": statistics.median(times), "low": min(times), "high": max(times)}}
     own.write_text(json.dumps({"workers": WORKERS, "results": {"holdfast-exact": row}}, indent=1))
     again = _from_file(own, "holdfast simulate")
@@ -84,17 +85,13 @@ def _from_file(path: Path, by: str) -> Recovery | None:
     )
 
 
-def _kill(say: Callable[[str], None]) -> list[float]:
-    from holdfast.bench.race import Shape
-    from holdfast.bench.recovery import kill_one
-
-    shape = Shape(workers=WORKERS, micro_batches=2, micro_batch=2, width=128)
+def _kill(say: Callable[[str], None], bench: Path) -> list[float]:
     times = []
     for number in range(KILLS):
-        mine = 1000 + number  # the race's own folders are left alone
-        shutil.rmtree(BENCH / "recovery" / f"holdfast-exact-{mine}", ignore_errors=True)
+        folder = bench / "simulate-recovery" / str(number)
+        shutil.rmtree(folder, ignore_errors=True)
         try:
-            recovery, redone = kill_one("holdfast-exact", shape, mine)
+            recovery, redone = kill_one(folder, workers=WORKERS, seed=number)
         except HoldfastError as e:
             raise HoldfastError(f"recovery could not be measured: {e}", hint="give it with --recovery-ms") from e
         times.append(1000 * (recovery - redone))

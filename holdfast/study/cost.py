@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from holdfast.bench.report import spread
+from holdfast.measuring import spread
 from holdfast.study.turns import Record, Turns
 
 Row = dict[str, Any]

@@ -9,31 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.checkpoint.disk import BLOCK, BUFFERS, aligned, blocks_of, in_parallel, open_direct, round_up
+from holdfast.checkpoint.disk import BLOCK, BUFFERS, blocks_of, in_parallel, open_direct
+from holdfast.measuring import warm_buffer, write_direct
 from holdfast.study.inside import disk
 
 LARGE = 256 << 20  # more than any cache
-_buffer = aligned(4 * BLOCK)  # touched once and used again: fresh memory would be measured instead of the disk
-
-
-def write_direct(folder: Path, nbytes: int) -> None:
-    """As fast as this disk writes: preallocated, past the page cache, from one warm buffer."""
-    _buffer[:] = 1
-    fd = open_direct(folder / "raw", os.O_WRONLY | os.O_CREAT)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        for start in range(0, nbytes, len(_buffer)):
-            os.pwrite(fd, _buffer.data[: round_up(nbytes - start)], start)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_buffered(folder: Path, nbytes: int) -> None:
     """Through the page cache, as the formats do."""
+    buffer = warm_buffer()
     with (folder / "raw").open("wb", buffering=0) as file:
-        for start in range(0, nbytes, len(_buffer)):
-            file.write(_buffer.data[: nbytes - start])
+        for start in range(0, nbytes, len(buffer)):
+            file.write(buffer.data[: nbytes - start])
         os.fsync(file.fileno())
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.race import free_port
-from holdfast.bench.report import spread
+from holdfast.measuring import free_port, spread
 from holdfast.study.inside import disk
 from holdfast.study.process import Failed, Process, Start
 from holdfast.study.shapes import Shape, elements

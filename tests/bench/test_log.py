@@ -1,4 +1,4 @@
-"""``holdfast bench log``, small: what it says of bytes, CPU time and speed can be false."""
+"""``bench log``, small: what it says of bytes, CPU time and speed can be false."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.bench import log
-from holdfast.bench.pipeline_start import Shape
-from holdfast.bench.report import Bar
+from bench.pipelines.entries import Shape
+from bench.races import log
+from bench.report import Bar
 from holdfast.errors import HoldfastError
 
 # A record has 16 kB: beside it, what describes a tensor is little.

@@ -1,4 +1,4 @@
-"""``holdfast bench pipeline``, small: contestants do the same work, and what is said of it can be false."""
+"""``bench pipeline``, small: contestants do the same work, and what is said of it can be false."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.bench import pipeline, pipeline_fewer, pipeline_speed
-from holdfast.bench import pipeline_model as model
-from holdfast.bench.pipeline_losses import (
+from bench.pipelines import fewer_workers, turns
+from bench.pipelines import layers as model
+from bench.pipelines.entries import Contestant, Shape
+from bench.pipelines.losses import (
     Course,
     Losses,
     choose_grid,
@@ -23,8 +24,9 @@ from holdfast.bench.pipeline_losses import (
     restarted,
     run_course,
 )
-from holdfast.bench.pipeline_start import Contestant, Running, Shape, environment
-from holdfast.bench.report import publish
+from bench.races import pipeline
+from bench.report import publish
+from bench.running import Running, environment
 from holdfast.errors import HoldfastError
 from holdfast.plan.profile import uniform
 
@@ -119,8 +121,8 @@ def test_a_grid_that_cannot_be() -> None:
 
 def test_both_sides_lose_a_worker(tmp_path: Path) -> None:
     """Holdfast goes on with those left; the restart goes on from its checkpoint with another grid."""
-    profile = pipeline_fewer.make_profile(WAITING, 2, tmp_path / "profile")
-    options = pipeline_fewer._options(profile, tmp_path / "ours")
+    profile = fewer_workers.make_profile(WAITING, 2, tmp_path / "profile")
+    options = fewer_workers._options(profile, tmp_path / "ours")
     ours = Contestant(system="holdfast", workers=3, stages=(1,), options=options)
     with (
         replanned(ours, WAITING, folder=tmp_path / "ours") as mine,
@@ -165,7 +167,7 @@ def test_what_the_one_that_was_sent_the_most_was_sent(tmp_path: Path) -> None:
 # --- bars -----------------------------------------------------------------------------------------
 
 
-def courses(**ours: Any) -> pipeline_fewer.Courses:
+def courses(**ours: Any) -> fewer_workers.Courses:
     good = Course(
         step_s={6: [0.3], 5: [0.4], 4: [0.5]},
         back_s={5: 0.6, 4: 0.7},
@@ -173,30 +175,30 @@ def courses(**ours: Any) -> pipeline_fewer.Courses:
         received={5: 10, 4: 10},
     )
     theirs = replace(good, step_s={6: [0.3], 5: [0.5], 4: [0.5]}, back_s={5: 8.0, 4: 8.0})
-    return {pipeline_fewer.OURS: [replace(good, **ours)], pipeline_fewer.THEIRS: [theirs]}
+    return {fewer_workers.OURS: [replace(good, **ours)], fewer_workers.THEIRS: [theirs]}
 
 
 def test_bars_are_missed_by_slow_recoveries_and_idle_workers() -> None:
-    sizes = pipeline_fewer.Sizes()
-    assert all(bar.ok for bar in pipeline_fewer._bars(sizes, courses()).values())
-    idle = pipeline_fewer._bars(sizes, courses(step_s={6: [0.3], 5: [0.6], 4: [0.5]}))
+    sizes = fewer_workers.Sizes()
+    assert all(bar.ok for bar in fewer_workers._bars(sizes, courses()).values())
+    idle = fewer_workers._bars(sizes, courses(step_s={6: [0.3], 5: [0.6], 4: [0.5]}))
     assert [bar.ok for bar in idle.values()] == [False, True]
-    slow = pipeline_fewer._bars(sizes, courses(back_s={5: 5.0, 4: 5.0}))
+    slow = fewer_workers._bars(sizes, courses(back_s={5: 5.0, 4: 5.0}))
     assert [bar.ok for bar in slow.values()] == [True, False]
 
 
 def test_what_a_recovery_takes_beside_the_step_and_the_transfer() -> None:
     course = Course(step_s={5: [0.2]}, back_s={5: 0.5}, received={5: 70_000_000})
-    assert pipeline_fewer.beyond_ms(course, bandwidth=1e9) == [200.0]
-    assert not pipeline_fewer._at_most([200.0]).ok
-    assert pipeline_fewer._at_most([100.0]).ok
+    assert fewer_workers.beyond_ms(course, bandwidth=1e9) == [200.0]
+    assert not fewer_workers._at_most([200.0]).ok
+    assert fewer_workers._at_most([100.0]).ok
 
 
 @pytest.mark.parametrize("minimum", [2, 3, 4])
 def test_memory_takes_so_many_workers(minimum: int) -> None:
     profile = uniform(12, saved_bytes=1 << 20)
-    limited = replace(profile, memory=pipeline_fewer.memory_for(profile, minimum))
-    _, layout = pipeline_speed.estimate(limited, workers=12, micro_batches=24, tolerate=1)
+    limited = replace(profile, memory=fewer_workers.memory_for(profile, minimum))
+    _, layout = turns.estimate(limited, workers=12, micro_batches=24, tolerate=1)
     assert layout.minimum == minimum
 
 
@@ -234,4 +236,4 @@ def test_a_small_contest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_ratios_are_taken_within_a_round() -> None:
     times = {"theirs": [1.0, 10.0, 2.0], "ours": [2.0, 20.0, 1.0]}
-    assert pipeline_speed.ratio(times, "theirs", "ours") == 0.5
+    assert turns.ratio(times, "theirs", "ours") == 0.5

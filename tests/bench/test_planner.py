@@ -1,4 +1,4 @@
-"""``holdfast bench planner``, small: it measures what it says, and its bars can be missed."""
+"""``bench planner``, small: it measures what it says, and its bars can be missed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.bench import planner
-from holdfast.bench.planner import MODELS, Sizes, failures, with_minimum
-from holdfast.bench.report import publish
+from bench.races import planner
+from bench.races.planner import MODELS, Sizes, failures, with_minimum
+from bench.report import publish
 from holdfast.plan.planner import Plan, make_plan
 from holdfast.plan.profile import Profile
 from holdfast.plan.template import make_templates

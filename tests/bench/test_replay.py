@@ -1,4 +1,4 @@
-"""``holdfast bench replay``, small: each way does what it is there for, and what is said of it can be false."""
+"""``bench replay``, small: each way does what it is there for, and what is said of it can be false."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.bench import replay, replay_budget, replay_plot
-from holdfast.bench.pipeline_fewer import make_profile
-from holdfast.bench.pipeline_start import Shape
-from holdfast.bench.replay_trial import BASE, Ground, Outcome, Way, kill_after, make_checkpoint, step_seconds, story
+from bench.pipelines.entries import Shape
+from bench.pipelines.fewer_workers import make_profile
+from bench.races import replay
+from bench.replays import budget, replay_pictures
+from bench.replays.trial import BASE, Ground, Outcome, Way, kill_after, make_checkpoint, step_seconds, story
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.plan.profile import uniform
 
@@ -54,7 +55,7 @@ def test_without_a_log_everyone_goes_back(ground: Ground, tmp_path: Path) -> Non
 
 def test_a_budget_that_holds_nothing(ground: Ground, tmp_path: Path) -> None:
     """Nothing is logged, so nothing can be spared: as without a log."""
-    way = Way(name="none", options=("--log", *replay_budget.budget_options(1000, 0)))
+    way = Way(name="none", options=("--log", *budget.budget_options(1000, 0)))
     outcome = kill_after(ground, way, steps=2, stage=0, folder=tmp_path / "run")
     assert (outcome.layers, outcome.replayed, outcome.predicted_bytes, outcome.measured_bytes) == ((), None, 0, 0)
     assert outcome.resumed is not None
@@ -136,12 +137,12 @@ def test_steps_that_are_none(text: str) -> None:
 
 # --- budgets -----------------------------------------------------------------------------------------
 
-FIXED = replay_budget.Fixed(replay=0.5, back=2.0)
+FIXED = budget.Fixed(replay=0.5, back=2.0)
 
 
-def estimate(workers: int = 4, cores: int = 2) -> replay_budget.Estimate:
+def estimate(workers: int = 4, cores: int = 2) -> budget.Estimate:
     profile = uniform(8, forward=0.01, backward=0.02)
-    return replay_budget.Estimate(profile=profile, micro_batches=10, workers=workers, cores=cores, fixed=FIXED)
+    return budget.Estimate(profile=profile, micro_batches=10, workers=workers, cores=cores, fixed=FIXED)
 
 
 @given(st.sets(st.integers(0, 7), min_size=1), st.integers(0, 7), st.integers(1, 50), st.integers(2, 8))
@@ -162,13 +163,13 @@ def test_neither_cores_nor_workers_that_are_not_there_help(cores: int, seconds: 
 def test_fixed_costs_are_what_is_left() -> None:
     replays = [outcome(3.0, replayed=2.0), outcome(9.0, replayed=8.5), outcome(4.0, replayed=2.0)]
     back = [outcome(3.0, replayed=None)]
-    assert replay_budget.fixed_costs(replays, back) == replay_budget.Fixed(replay=1.0, back=1.5)
+    assert budget.fixed_costs(replays, back) == budget.Fixed(replay=1.0, back=1.5)
 
 
-def points() -> list[replay_budget.Point]:
+def points() -> list[budget.Point]:
     made = [(0, 0, 0.0, (4, 4)), (1, 50, 51.0, (3, 3)), (2, 50, 50.0, (3, 1)), (3, 150, 151.0, (1, 1))]
     return [
-        replay_budget.Point(
+        budget.Point(
             parts=parts,
             budget=50 * parts,
             predicted_bytes=predicted,
@@ -182,8 +183,8 @@ def points() -> list[replay_budget.Point]:
 
 
 def test_budget_bars_can_be_missed() -> None:
-    def missed(found: list[replay_budget.Point]) -> list[str]:
-        return [name[:7] for name, bar in replay_budget.bars_of(found).items() if not bar.ok]
+    def missed(found: list[budget.Point]) -> list[str]:
+        return [name[:7] for name, bar in budget.bars_of(found).items() if not bar.ok]
 
     good = points()
     assert missed(good) == []
@@ -196,6 +197,6 @@ def test_budget_bars_can_be_missed() -> None:
 
 def test_pictures(tmp_path: Path) -> None:
     seconds = {"one": {5: [1.0, 2.0], 10: [2.0, 3.0]}, "other": {5: [4.0, 5.0], 10: [6.0, 7.0]}}
-    replay_plot.draw_steps(tmp_path / "steps.png", seconds)
-    replay_plot.draw_budgets(tmp_path / "budgets.png", points(), steps=10)
+    replay_pictures.draw_steps(tmp_path / "steps.png", seconds)
+    replay_pictures.draw_budgets(tmp_path / "budgets.png", points(), steps=10)
     assert all((tmp_path / name).read_bytes()[1:4] == b"PNG" for name in ("steps.png", "budgets.png"))

@@ -1,4 +1,4 @@
-"""``holdfast bench sync``, small: what is measured is what happened, and what is said of it can be false."""
+"""``bench sync``, small: what is measured is what happened, and what is said of it can be false."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.bench import sync, sync_methods, sync_network, sync_plot, sync_report, sync_tasks
-from holdfast.bench.report import Bar
-from holdfast.bench.sync_contest import Broken, Outcome, Run, Workers, gather, workers
-from holdfast.bench.sync_plan import BSP, FULL, LOCAL, MATCHED, OURS, QUICK, SEED, Turn, order
+from bench.races import sync
+from bench.replicas import findings, methods, network, sync_pictures, tasks
+from bench.replicas.processes import Broken, Outcome, Run, Workers, gather, workers
+from bench.replicas.schedule import BSP, FULL, LOCAL, MATCHED, OURS, QUICK, SEED, Turn, order
+from bench.report import Bar
 
 RUN = Run(task="digits", split="iid", rate=None, seed=0, method="BSP (DDP)", kind="BSP", settings={}, lr=8e-3, steps=12)
 
@@ -24,8 +25,8 @@ RUN = Run(task="digits", split="iid", rate=None, seed=0, method="BSP (DDP)", kin
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     """Two workers, in namespaces where that is possible: only there bytes are theirs alone."""
-    place = sync_network.namespaces(2, None) if sync_network.why_not() is None else sync_network.loopback(2)
-    with place as network, workers(network, tmp_path_factory.mktemp("log") / "log") as made:
+    place = network.namespaces(2, None) if network.why_not() is None else network.loopback(2)
+    with place as made_network, workers(made_network, tmp_path_factory.mktemp("log") / "log") as made:
         yield made
 
 
@@ -41,7 +42,7 @@ def test_bsp_keeps_replicas_equal(running: Workers) -> None:
     assert outcome.synchronised == list(range(12))
     assert 0 < outcome.seconds[0] < outcome.seconds[1] <= outcome.ended_s
     if not running.network.counts_all:
-        gradients = 4 * sum(p.numel() for p in sync_tasks.TASKS["digits"].build().parameters())
+        gradients = 4 * sum(p.numel() for p in tasks.TASKS["digits"].build().parameters())
         assert 2 * 12 * gradients < outcome.sent[-1] < 3 * 12 * gradients  # two workers, each sends all once; headers
 
 
@@ -104,7 +105,7 @@ def test_a_matched_period_synchronises_as_often(steps: int, share: float) -> Non
 
 
 def test_parameters_are_as_many_as_the_estimates_say() -> None:
-    for task in sync_tasks.TASKS.values():
+    for task in tasks.TASKS.values():
         assert sum(p.numel() for p in task.build().parameters()) == pytest.approx(task.parameters, rel=0.02)
 
 
@@ -112,11 +113,11 @@ def test_parameters_are_as_many_as_the_estimates_say() -> None:
 
 
 def test_who_reads_what() -> None:
-    task = sync_tasks.TASKS["digits"]
+    task = tasks.TASKS["digits"]
     data, held_out = task.data()
     labels = {}
     for split in ("iid", "labels", "labels, injected"):
-        partition = sync_tasks.make_partition(task, split, 0)
+        partition = tasks.make_partition(task, split, 0)
         read = [set(partition.samples(0, rank, workers=4, batch=256)) for rank in range(4)]
         labels[split] = [len({int(data.targets[i]) for i in each}) for each in read]
     assert labels["iid"] == [10] * 4
@@ -128,7 +129,7 @@ def test_who_reads_what() -> None:
 # --- the report ------------------------------------------------------------------------------------
 
 
-def outcome_of(method: sync_methods.Method, *, seconds: float, sent: int = 1_000_000, final: float = 0.98) -> Outcome:
+def outcome_of(method: methods.Method, *, seconds: float, sent: int = 1_000_000, final: float = 0.98) -> Outcome:
     """Half way between the two evaluations it is at the target, 0.96."""
     run = replace(RUN, method=method.name, kind=method.kind, rate=20, steps=16)
     return Outcome(
@@ -145,18 +146,18 @@ def outcome_of(method: sync_methods.Method, *, seconds: float, sent: int = 1_000
 
 
 def test_the_target_is_reached_between_evaluations() -> None:
-    bsp = sync_report.reach(outcome_of(BSP, seconds=10.0))
+    bsp = findings.reach(outcome_of(BSP, seconds=10.0))
     assert bsp is not None
     assert [bsp.seconds, bsp.sent, bsp.samples] == pytest.approx([10.0, 1e6, 12 * 64])
-    local = sync_report.reach(outcome_of(LOCAL[10], seconds=10.0))
+    local = findings.reach(outcome_of(LOCAL[10], seconds=10.0))
     assert local is not None
     assert local.seconds > bsp.seconds  # its average has to be made first
     assert local.sent > bsp.sent
-    assert sync_report.reach(outcome_of(BSP, seconds=1.0, final=0.9)) is None
+    assert findings.reach(outcome_of(BSP, seconds=1.0, final=0.9)) is None
 
 
 def verdicts(*outcomes: Outcome) -> list[bool]:
-    bars: dict[str, Bar] = sync_report.bars_of(outcomes)
+    bars: dict[str, Bar] = findings.bars_of(outcomes)
     return [bar.ok for bar in bars.values()]
 
 
@@ -176,12 +177,12 @@ def test_rows_and_pictures(tmp_path: Path) -> None:
         outcome_of(OURS, seconds=5.0),
         outcome_of(LOCAL[5], seconds=1, final=0.9),
     ]
-    table = sync_report.rows(outcomes)
+    table = findings.rows(outcomes)
     assert list(table) == [f"digits, iid, 20 Mbit: {name}" for name in (OURS.name, BSP.name, LOCAL[5].name)]
     assert table["digits, iid, 20 Mbit: " + OURS.name]["speed"]["median"] == pytest.approx(9.8, abs=0.4)
     assert table["digits, iid, 20 Mbit: " + LOCAL[5].name]["target_s"] == "reached with 0 of 1 seeds"
     said: list[str] = []
-    sync_plot.draw(tmp_path, outcomes, prefix="sync", say=said.append)
+    sync_pictures.draw(tmp_path, outcomes, prefix="sync", say=said.append)
     assert {path.name for path in tmp_path.iterdir()} == {"sync-digits-iid-20.png", "sync-digits-iid-20-when.png"}
 
 
@@ -201,15 +202,15 @@ def test_outcomes_are_read_back(tmp_path: Path) -> None:
 # --- the network -----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sync_network.why_not() is not None, reason=str(sync_network.why_not()))
+@pytest.mark.skipif(network.why_not() is not None, reason=str(network.why_not()))
 def test_a_limited_network_leaves_nothing_behind() -> None:
     def there() -> str:
         return subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
 
-    with sync_network.namespaces(2, 20) as network:
-        name = network.prefixes[1][-1]
+    with network.namespaces(2, 20) as made:
+        name = made.prefixes[1][-1]
         assert name.startswith(f"hfs-{os.getpid()}-")
         assert name in there()
-        shown = subprocess.run([*network.prefixes[0], "tc", "qdisc"], check=True, capture_output=True, text=True).stdout
+        shown = subprocess.run([*made.prefixes[0], "tc", "qdisc"], check=True, capture_output=True, text=True).stdout
         assert "rate 20Mbit" in shown
     assert name not in there()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.bench import undo
-from holdfast.bench.pipeline_start import Shape
-from holdfast.bench.undo_train import held_bytes
+from bench.pipelines.entries import Shape
+from bench.pipelines.update_entry import held_bytes
+from bench.races import undo
 
 
 def test_memory_counts_each_tensor_once_and_forgets_what_is_gone() -> None:
@@ -33,6 +33,6 @@ def test_an_undo_is_timed_beside_its_update() -> None:
 
 
 def test_all_ways_end_a_turn_with_a_whole_block() -> None:
-    every = [int(way[way.index("--every") + 1]) for way in undo.WAYS.values() if "--every" in way]
+    every = [int(way[way.index("--copy-every") + 1]) for way in undo.WAYS.values() if "--copy-every" in way]
     assert every
     assert all(undo.BURST % steps == 0 for steps in every)

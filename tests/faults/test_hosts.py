@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.bench.race import free_port
 from holdfast.cluster.events import read_events
+from holdfast.measuring import free_port
 from tests.harness import TRAIN, Result
 
 STEPS = 120  # slow ones until the test is in a hurry: time for the second host to start

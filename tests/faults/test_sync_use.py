@@ -84,7 +84,6 @@ def test_bad_settings_of_a_policy(text: str) -> None:
         {"stages": [3, 3]},
         {"log": True, "checkpoint": "saved"},
         {"update": "eager"},
-        {"update": "commit-copy", "stages": 1, "every": 5},
         {"memory": "2GB"},
         {"profile": "profile.json"},
     ],

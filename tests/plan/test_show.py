@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from holdfast.bench.planner import at_random
+from bench.races.planner import at_random
 from holdfast.errors import UsageError
 from holdfast.pictures import check_path
 from holdfast.plan.outlook import look_ahead

@@ -26,12 +26,12 @@ def test_the_bench_comes_first(tmp_path: Path) -> None:
     found = recovery.measured(nothing, bench=tmp_path)
     assert found.seconds == pytest.approx(0.0362)
     assert "36 ms (35 to 37)" in found.source
-    assert "by holdfast bench recovery on 2" in found.source
+    assert "by python -m bench recovery on 2" in found.source
 
 
 def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(0.130, 0.1), (0.120, 0.1), (0.150, 0.1)])
-    monkeypatch.setattr("holdfast.bench.recovery.kill_one", lambda name, shape, number: next(times))
+    monkeypatch.setattr(recovery, "kill_one", lambda folder, workers, seed: next(times))
     said: list[str] = []
     first = recovery.measured(said.append, bench=tmp_path / "bench")
     assert first.seconds == pytest.approx(0.03)
@@ -43,10 +43,10 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_another_benchs_file_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recovery.json").write_text("[]")
 
-    def fails(name: str, shape: object, number: int) -> tuple[float, float]:
+    def fails(folder: Path, workers: int, seed: int) -> tuple[float, float]:
         raise HoldfastError("no step for 120 s after the kill")
 
-    monkeypatch.setattr("holdfast.bench.recovery.kill_one", fails)
+    monkeypatch.setattr(recovery, "kill_one", fails)
     with pytest.raises(HoldfastError, match="--recovery-ms"):
         recovery.measured(lambda text: None, bench=tmp_path)
 
@@ -67,7 +67,7 @@ def test_only_what_is_known_of_the_workers_is_said(tmp_path: Path) -> None:
 
 
 def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.bench.recovery.kill_one", nothing)
+    monkeypatch.setattr(recovery, "kill_one", nothing)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be written .*--recovery-ms"):
         recovery.measured(nothing, bench=tmp_path / "file" / "bench")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.measuring import write_direct
 from holdfast.study import limits, turns
 from holdfast.study.adapters.base import Format
 from holdfast.study.cost import cost_rows, format_rows, limit_rows
@@ -65,7 +66,7 @@ def test_limits_have_rows() -> None:
 
 @pytest.mark.parametrize("size", [1, 5000, (20 << 20) + 3])
 def test_the_limits_write_and_copy_what_they_say(tmp_path: Path, size: int) -> None:
-    limits.write_direct(tmp_path, size)
+    write_direct(tmp_path, size)
     assert size <= (tmp_path / "raw").stat().st_size < size + 4096
     (tmp_path / "raw").unlink()
     limits.write_buffered(tmp_path, size)
@@ -148,5 +149,5 @@ def test_the_kernel_tells_what_is_not_on_the_disk(tmp_path: Path) -> None:
     if (before := disk.unwritten(tmp_path)) is None:
         pytest.skip("this kernel has no cachestat")
     assert before == 1 << 20
-    disk.sync(tmp_path)
+    disk.sync_files(tmp_path)
     assert disk.unwritten(tmp_path) == 0

@@ -11,6 +11,10 @@ import re
 import shutil
 from pathlib import Path
 
+from holdfast.measuring import drop_from_cache as drop_from_cache
+from holdfast.measuring import files_of as files_of
+from holdfast.measuring import sync_files as sync_files
+
 CACHESTAT = 451  # the number of the system call, the same on all processors; Python does not know it
 MEMORY = Path("/dev/shm")  # a file system without a disk below it
 
@@ -25,33 +29,6 @@ def empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()
-
-
-def files_of(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.rglob("*") if each.is_file())
-
-
-def sync(folder: Path) -> None:
-    """Everything in it is on the disk when this returns; what another rank renames meanwhile is that rank's to sync."""
-    for place, _, files in os.walk(folder):
-        for each in (*files, "."):
-            try:
-                fd = os.open(os.path.join(place, each), os.O_RDONLY)
-            except FileNotFoundError:
-                continue
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-
-def drop_from_cache(folder: Path) -> None:
-    """The next load reads the disk."""
-    sync(folder)
-    for each in files_of(folder):
-        fd = os.open(each, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 class _Range(ctypes.Structure):

@@ -23,5 +23,5 @@ def save_ranked(
     time.sleep(max(0.0, at - time.monotonic()))
     before, begin = disk.written(), time.monotonic()
     session.training.save_ranked(strategy, Path(folder), rank, ranks)
-    disk.sync(Path(folder))
+    disk.sync_files(Path(folder))
     return {"seconds": time.monotonic() - begin, "written": disk.written() - before}

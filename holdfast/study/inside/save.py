@@ -46,7 +46,7 @@ def save(session: Session, *, form: str, folder: str, memory: bool = False) -> d
         wait()
     called = time.monotonic() - begin
     unwritten = disk.unwritten(target)
-    disk.sync(target)
+    disk.sync_files(target)
     durable = time.monotonic() - begin
     files = disk.files_of(target)
     return {
@@ -108,7 +108,7 @@ def beside(session: Session, *, form: str, folder: str) -> dict[str, Any]:
     begin = time.monotonic()
     wait = session.save(form, target)
     if wait is None:
-        disk.sync(target)
+        disk.sync_files(target)
     stall = time.monotonic() - begin
     thread = threading.Thread(target=_finish, args=(wait, target))
     thread.start()
@@ -126,7 +126,7 @@ def beside(session: Session, *, form: str, folder: str) -> dict[str, Any]:
 def _finish(wait: Any, folder: Path) -> None:
     if wait is not None:
         wait()
-        disk.sync(folder)
+        disk.sync_files(folder)
 
 
 def _usual_steps(session: Session) -> list[float]:

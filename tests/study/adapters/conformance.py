@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.bench.race import free_port
+from holdfast.measuring import free_port
 from holdfast.study.adapters.base import EVERY_RANK, SAVES, STATES, STEPS
 from holdfast.study.inside.disk import files_of
 from holdfast.study.process import Failed, Process

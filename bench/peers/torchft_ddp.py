@@ -1,0 +1,111 @@
+"""torchft's fault-tolerant DDP over Gloo, with each process a replica group of its own.
+
+The lighthouse runs apart (`torchft_lighthouse`); a dead process is replaced by starting
+this program again with the same --worker, which then fetches its state from a live peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torchft import (  # type: ignore[import-not-found]  # only in the peers' venv
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
+
+from bench.data_parallel import workload
+from bench.peers import common
+
+HOST = "127.0.0.1"
+
+
+def seconds(text: str) -> timedelta:
+    return timedelta(seconds=float(text))
+
+
+def add_torchft_arguments(parser: argparse.ArgumentParser) -> None:
+    """The defaults are those of torchft (nightly 2026.10.26): no flags means "as it comes"."""
+    parser.add_argument("--worker", type=int, required=True, help="this replica group's number")
+    parser.add_argument("--lighthouse", help="http://host:port; else $TORCHFT_LIGHTHOUSE")
+    parser.add_argument("--min-replicas", type=int, default=1, help="fewest that may commit a step")
+    # Bounds a recovery that heartbeats do not: a survivor that waits for another survivor
+    # in a half-finished reduction stays there this long, and so does the next quorum.
+    parser.add_argument("--pg-timeout", type=seconds, default="60", help="s, Gloo collectives and set-up")
+    parser.add_argument("--timeout", type=seconds, default="60", help="s, commit and recovery")
+    parser.add_argument("--quorum-timeout", type=seconds, default="60", help="s")
+    parser.add_argument("--connect-timeout", type=seconds, default="60", help="s")
+    parser.add_argument("--heartbeat-interval", type=seconds, default="0.1", help="s, to the lighthouse")
+    parser.add_argument("--verbose", action="store_true", help="show what torchft does")
+
+
+def main() -> None:
+    parser = common.argument_parser(__doc__)
+    add_torchft_arguments(parser)
+    args = parser.parse_args()
+    # torchft logs a line for every step, and a traceback for each reduction that a dead peer
+    # fails, which is part of its normal work.
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL)
+    # torchft's stores and state servers advertise the host's name, with no setting for it;
+    # that name need not resolve, nor to loopback, which is all the bench may use.
+    socket.gethostname = lambda: HOST
+
+    model = workload.build_model(args)
+    inner = workload.build_optimizer(model.parameters())
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    # torchrun would hold this store for a group of several ranks; a group of one can
+    # hold its own, which spares the bench a launcher between it and the pid to kill.
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    # Heartbeats start here, and the lighthouse waits for whoever sends them to join the
+    # quorum: all slow preparation has to be over by now.
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=args.pg_timeout),
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        min_replica_size=args.min_replicas,
+        timeout=args.timeout,
+        quorum_timeout=args.quorum_timeout,
+        connect_timeout=args.connect_timeout,
+        heartbeat_interval=args.heartbeat_interval,
+        rank=0,
+        world_size=1,
+        store_addr=HOST,
+        store_port=store.port,
+        lighthouse_addr=args.lighthouse or os.environ["TORCHFT_LIGHTHOUSE"],
+        replica_id=f"worker_{args.worker}",
+        hostname=HOST,
+        # All workers build the same weights from the same seed.
+        init_sync=False,
+    )
+    replica = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, inner)
+    progress = common.Progress(args, args.worker)
+
+    while (step := manager.current_step()) < args.steps:
+        optimizer.zero_grad()  # also starts the quorum for this step
+        common.accumulate_gradients(replica, args, step + 1, args.worker)
+        optimizer.step()  # does nothing if the reduction failed, and the step is tried again
+        # A replacement has just jumped from its step 0 to one past its peers' last.
+        if manager.current_step() > step:
+            progress.finished(manager.current_step())
+
+    common.report_end(model, manager.current_step(), args.worker)
+    manager.shutdown(wait=False)
+
+
+if __name__ == "__main__":
+    main()

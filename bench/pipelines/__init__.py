@@ -1,0 +1,1 @@
+"""Models, contestants and contests of the races with pipelines."""

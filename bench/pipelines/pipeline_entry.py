@@ -1,0 +1,87 @@
+"""Holdfast's entry in the pipeline race."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import holdfast
+from bench.peers.common import Progress
+from bench.pipelines import layers as model
+from holdfast.log.log import LogSettings
+
+
+def main() -> None:
+    parser = model.argument_parser(__doc__)
+    parser.add_argument("--numerics", choices=["exact", "fast"], default="exact")
+    parser.add_argument("--tolerate", type=int, default=0)
+    parser.add_argument("--memory", type=int, help="bytes of a worker")
+    parser.add_argument("--profile", help="a profile of the model, for the planner")
+    parser.add_argument("--checkpoint", help="folder for checkpoints")
+    parser.add_argument("--every", type=int, default=1000, help="steps from checkpoint to checkpoint")
+    parser.add_argument("--log", action="store_true", help="keep what stages send each other")
+    parser.add_argument("--log-budget", type=int, help="bytes of the log, of all workers together")
+    parser.add_argument("--log-memory", type=int, default=LogSettings().memory, help="bytes of it that are not spilled")
+    args = parser.parse_args()
+    counts = [int(each) for each in args.stages.split(",")]
+    planned = args.profile is not None and counts == [1]  # else the planner only places the cuts
+    stages = None if planned else counts if len(counts) > 1 else counts[0]
+    run = make_run(
+        args,
+        numerics=args.numerics,
+        tolerate=args.tolerate,
+        stages=stages,
+        memory=args.memory,
+        profile=args.profile,
+        checkpoint=args.checkpoint,
+        every=args.every,
+        log=LogSettings(budget=args.log_budget, memory=args.log_memory) if args.log else False,
+    )
+    progress = Progress(args, worker_number())
+    losses = []
+    for step in run.steps(args.steps):
+        losses.append(step.loss)
+        if args.log:
+            _tell_log(args, run, step.number + 1)
+        progress.finished(step.number + 1)
+    if run.is_first_worker:
+        sys.stdout.write(json.dumps({"losses": losses}) + "\n")
+
+
+def make_run(
+    args: argparse.Namespace, *, kind: Callable[..., holdfast.Run] = holdfast.Run, **settings: Any
+) -> holdfast.Run:
+    """What all races of holdfast with itself and with others train."""
+    return kind(
+        layers=model.build_layers(args),
+        loss=model.loss_fn,
+        optimizer=model.build_optimizer,
+        data=model.Samples(args),
+        global_batch=args.micro_batches * args.micro_batch,
+        micro_batch=args.micro_batch,
+        shuffle=False,  # the order of the peers, so that losses can be compared
+        **settings,
+    )
+
+
+def worker_number() -> int:
+    return int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1])
+
+
+def _tell_log(args: argparse.Namespace, run: holdfast.Run, step: int) -> None:
+    """What this worker's log holds after a step, in a line beside its progress."""
+    log: Any = run.engine.log
+    if args.burst and step % args.burst == 0:
+        log.settle()  # whoever spills does it in its own turn
+    line = {"step": step, "bytes": log.bytes, "spilled": log.spilled, "usable": log.usable}
+    with Path(f"{args.progress}.log-{os.environ['HOLDFAST_WORKER']}").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

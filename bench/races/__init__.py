@@ -1,0 +1,1 @@
+"""The races, one module for each command of ``python -m bench``."""

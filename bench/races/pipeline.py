@@ -1,0 +1,163 @@
+"""Pipelines against torch.distributed.pipelining, data parallelism, the planner's promise and Varuna-style restarts.
+
+Two cores compute for two workers. What takes more workers is trained by a model whose layers sleep instead of
+computing, so that each worker behaves as if it had a machine of its own; rows say so ("waiting").
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.pipelines import fewer_workers
+from bench.pipelines.entries import Contestant, Shape
+from bench.pipelines.turns import Contest, estimate_cut, measured_costs, ratio, rows, take_turns
+from bench.report import Bar, Say
+from bench.running import BENCH, can_limit
+from holdfast.engine.profile.links import measure_inside
+from holdfast.measuring import spread
+
+COLUMNS = {
+    "step_ms": "ms a step: median (range)",
+    "of_pipelining": "speed, of torch pipelining's",
+    "of_ddp": "of torch DDP's",
+    "of_estimate": "of the planner's estimate",
+    "back_s": "s from a loss to the next step",
+}
+PIPELINING, DDP, MEASURING = "torch pipelining", "torch DDP", "measuring"
+EXACT, FAST, SIDE_BY_SIDE = "holdfast, exact", "holdfast, fast", "holdfast, data parallel"
+AGAINST = {"of_pipelining": PIPELINING, "of_ddp": DDP}
+Part = tuple[dict[str, Any], dict[str, Bar]]
+SLOW = "1gbit"
+WAITS = "waiting: layers sleep instead of computing, so that each worker is like a machine of its own"
+COMPUTING = Shape(model="gpt", layers=6)
+WIDE = Shape(model="wide", layers=8, width=1024, micro_batch=16)
+WAITING = Shape(model="waiting", layers=12, micro_batches=12)
+LOSING = fewer_workers.Sizes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is trained, and by how many."""
+
+    computing: Shape = COMPUTING
+    wide: Shape = WIDE
+    waiting: Shape = WAITING
+    losing: fewer_workers.Sizes = LOSING
+    links: tuple[str, ...] = ("", SLOW)
+    burst: int = 2
+
+
+def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Contests one after the other; within each, contestants take turns."""
+    sizes = sizes or Sizes()
+    folder = BENCH / "pipeline"
+    shutil.rmtree(folder, ignore_errors=True)
+    results: dict[str, Any] = {}
+    bars: dict[str, Bar] = {}
+    for part in (_computing, _wide, _waiting, _fewer_workers):
+        more, held = part(sizes, rounds, folder / part.__name__.strip("_"), say)
+        results |= more
+        bars |= held
+    return results, bars
+
+
+def _halves(layers: int) -> tuple[int, int]:
+    return layers // 2, layers - layers // 2
+
+
+def _entries(shape: Shape, workers: int, *, rate: str = "", systems: Sequence[str]) -> dict[str, Contestant]:
+    """By name; all pipelines are cut in the same place."""
+    cut, whole = _halves(shape.layers), (shape.layers,)
+    known = {
+        PIPELINING: Contestant(system="torch", workers=workers, stages=cut, rate=rate),
+        EXACT: Contestant(system="holdfast", workers=workers, stages=cut, rate=rate),
+        FAST: Contestant(system="holdfast", workers=workers, stages=cut, rate=rate, options=["--numerics", "fast"]),
+        DDP: Contestant(system="torch", workers=workers, stages=whole, rate=rate),
+        SIDE_BY_SIDE: Contestant(system="holdfast", workers=workers, stages=(1,), rate=rate),
+        MEASURING: Contestant(system="measuring", workers=workers, stages=cut),
+    }
+    return {name: known[name] for name in systems}
+
+
+def _computing(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Two stages on two cores: against everybody, and against what the planner makes of the costs of that moment."""
+    shape = sizes.computing
+    systems = [PIPELINING, EXACT, FAST, DDP, SIDE_BY_SIDE, MEASURING]
+    contest = Contest(
+        title="2 stages",
+        shape=shape,
+        contestants=_entries(shape, 2, systems=systems),
+        against=AGAINST,
+        burst=sizes.burst,
+    )
+    link = measure_inside().link
+    times = take_turns(contest, rounds=rounds, folder=folder, say=say)
+    del times[MEASURING]
+    results = rows(contest, times)
+    cut = _halves(shape.layers)
+    promised = [
+        statistics.mean(estimate_cut(profile, cut, shape.micro_batches) for profile in profiles)
+        for profiles in measured_costs(folder, link)
+    ]
+    for name in (PIPELINING, EXACT, FAST):
+        shares = [a / b for a, b in zip(promised, times[name], strict=True)]
+        results[f"2 stages: {name}"]["of_estimate"] = spread(shares)
+    bars = {
+        f"2 stages, {name.split(', ')[1]}, of torch's pipelining": Bar(value=ratio(times, PIPELINING, name), bar=1.0)
+        for name in (EXACT, FAST)
+    }
+    return results, bars
+
+
+def _wide(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Large weights and small activations: a pipeline sends less than data parallelism."""
+    results: dict[str, Any] = {}
+    bars: dict[str, Bar] = {}
+    for rate in sizes.links:
+        title = f"wide, {rate}" if rate else "wide"
+        if rate and not can_limit():
+            say(f"no link of {rate}: this machine has no network namespaces for us, or no tc")
+            continue
+        contest = Contest(
+            title=title,
+            shape=sizes.wide,
+            contestants=_entries(sizes.wide, 2, rate=rate, systems=[PIPELINING, EXACT, DDP, SIDE_BY_SIDE]),
+            against=AGAINST,
+            burst=sizes.burst,
+        )
+        times = take_turns(contest, rounds=_fewer(rounds, 2), folder=folder / title.replace(", ", "-"), say=say)
+        results |= rows(contest, times)
+        if rate:  # where a pipeline has to pay
+            bars[f"{title}: a pipeline, of torch's DDP"] = Bar(value=ratio(times, DDP, EXACT), bar=1.0)
+    return results, bars
+
+
+def _waiting(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Two pipelines of two stages: torch's sum gradients by DDP around each stage."""
+    say(WAITS)
+    title = "2 x 2 stages, waiting"
+    contest = Contest(
+        title=title,
+        shape=sizes.waiting,
+        contestants=_entries(sizes.waiting, 4, systems=[PIPELINING, EXACT, FAST, DDP]),
+        against=AGAINST,
+        burst=sizes.burst,
+    )
+    times = take_turns(contest, rounds=_fewer(rounds, 2), folder=folder, say=say)
+    return rows(contest, times), {
+        f"{title}, of torch's pipelining": Bar(value=ratio(times, PIPELINING, EXACT), bar=1.0)
+    }
+
+
+def _fewer(rounds: int, divisor: int) -> int:
+    return max(1, rounds // divisor)
+
+
+def _fewer_workers(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Workers are lost."""
+    return fewer_workers.race(sizes.losing, rounds=_fewer(rounds, 4), folder=folder, say=say)

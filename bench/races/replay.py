@@ -1,0 +1,209 @@
+"""How long a loss takes that no replica makes good: replayed from the log, or everyone back to the checkpoint.
+
+Four stages with one copy of each layer; a worker is killed so many steps after the checkpoint, and the time runs
+until the step that was running is committed. Three ways: all survivors replay the lost stage's micro-batches
+together, one does it alone, and without a log everyone begins again from the checkpoint, with workers forked from the
+zygote as ever.
+
+This machine has fewer cores than workers, so the model has to compute: layers that slept would give every worker
+a core of its own, and time that was saved would not be work that was saved. It is a transformer with as many blocks as
+stages, whose batches are large for its weights, as in training they are: what grows with the weights (sums
+of gradients, updates) does not hide what grows with the batch. The gain depends on that choice: blocks with four
+times the weights and two thirds of the bytes in a batch had 2.3 at 20 steps, in one try on a busy machine. Twelve
+micro-batches fill a pipeline of four stages well, which is what everyone back to the checkpoint has to run again. The
+killed worker's stage is an inner one, whose records come from both sides. With fewer cores than workers, the gain of a
+replayed step is at most the work of all stages over that of the lost one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.pipelines.entries import Contestant, Shape, started
+from bench.pipelines.fewer_workers import make_profile
+from bench.pipelines.turns import measured_costs
+from bench.replays import budget, replay_pictures
+from bench.replays.trial import Ground, Outcome, Way, kill_after, make_checkpoint
+from bench.report import Bar, Say
+from bench.running import BENCH
+from holdfast.errors import UsageError
+from holdfast.measuring import spread
+from holdfast.plan.profile import Profile
+
+COLUMNS = {
+    "back_s": "s to the step's commit: median (range)",
+    "of_parallel": "times all replay's",
+    "replay_s": "of it replay, s",
+    "bytes": "bytes a step: predicted, measured",
+    "of_predicted": "time, of the predicted",
+}
+PARALLEL = Way(name="all replay", options=("--log",))
+ALONE = Way(name="one replays", options=("--log",), settings={"HOLDFAST_REPLAYERS": "1"})
+RETURN = Way(name="all go back")
+WAYS = (PARALLEL, ALONE, RETURN)
+GAIN_BAR = 3.0
+STAGE = 1  # whose worker is killed: an inner one
+COMPUTING = Shape(model="gpt", layers=6, width=128, seq=128, micro_batch=2, micro_batches=12)
+MEASUREMENTS = 3  # of what layers cost
+Outcomes = dict[str, dict[int, list[Outcome]]]  # by way, by steps since the checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is trained by how many, and how many steps after the checkpoint somebody is lost."""
+
+    shape: Shape = COMPUTING
+    workers: int = 4
+    steps: tuple[int, ...] = (5, 10, 20, 50)
+    budget_steps: int = 10
+
+
+def parse_steps(text: str) -> tuple[int, ...]:
+    """What a user writes.
+
+    >>> parse_steps("5, 10")
+    (5, 10)
+    """
+    try:
+        steps = tuple(sorted({int(each) for each in text.split(",")}))
+    except ValueError as e:
+        raise UsageError(f"'{text}' are no numbers of steps", hint="as in 5,10,20,50") from e
+    if steps[0] < 1:
+        raise UsageError(f"{steps[0]} steps after a checkpoint nothing is lost", hint="1 or more")
+    return steps
+
+
+def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Kills over steps since the checkpoint; then, with smaller and smaller budgets, in each stage."""
+    sizes = sizes or Sizes()
+    folder = (BENCH / "replay").absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    cores = len(os.sched_getaffinity(0))
+    say("measuring what the layers cost, and making the checkpoint that all begin from")
+    profile = measure_beside(sizes.shape, min(cores, sizes.workers), folder / "profile")
+    path = folder / "profile.json"
+    path.write_text(json.dumps(profile.to_json()))
+    ground = Ground(shape=sizes.shape, workers=sizes.workers, profile=path, checkpoint=folder / "checkpoint")
+    make_checkpoint(ground, folder / "first")
+    outcomes = _take_rounds(ground, sizes, rounds=rounds, folder=folder, say=say)
+    results, bars = rows(outcomes), bars_of(outcomes)
+    replay_pictures.draw_steps(BENCH / "replay.png", _seconds(outcomes))
+    say(f"written: {BENCH / 'replay.png'}")
+    fixed = budget.fixed_costs(_all(outcomes, PARALLEL), _all(outcomes, RETURN))
+    estimate = budget.Estimate(
+        profile=profile, micro_batches=sizes.shape.micro_batches, workers=sizes.workers, cores=cores, fixed=fixed
+    )
+    more, held = budget.race(ground, estimate, steps=sizes.budget_steps, folder=folder / "budget", say=say)
+    return results | more, bars | held
+
+
+def measure_beside(shape: Shape, count: int, folder: Path) -> Profile:
+    """What layers cost while as many compute at once: cores share caches and clocks. The mean of what each says."""
+    alone = make_profile(shape, 2, folder)
+    measuring = Contestant(system="measuring", workers=count, stages=(shape.layers,))
+    with started(measuring, shape, folder=folder / "beside", burst=1) as running:
+        for turn in range(MEASUREMENTS + 1):
+            running.take_turn(turn + 1)
+    profiles = [profile for each in measured_costs(folder, alone.inside) for profile in each]
+    layers = tuple(
+        replace(
+            same[0],
+            forward=statistics.mean(layer.forward for layer in same),
+            backward=statistics.mean(layer.backward for layer in same),
+            update=statistics.mean(layer.update for layer in same),
+        )
+        for same in zip(*(profile.layers for profile in profiles), strict=True)
+    )
+    return replace(alone, layers=layers, memory=None)
+
+
+def _take_rounds(ground: Ground, sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> Outcomes:
+    """The ways take turns at each number of steps, in an order that rotates."""
+    outcomes: Outcomes = {way.name: {steps: [] for steps in sizes.steps} for way in WAYS}
+    for number in range(rounds):
+        for steps in sizes.steps:
+            for way in WAYS[number % 3 :] + WAYS[: number % 3]:
+                where = folder / f"{number}-{steps}-{WAYS.index(way)}"
+                outcomes[way.name][steps].append(kill_after(ground, way, steps=steps, stage=STAGE, folder=where))
+            told = ", ".join(f"{way.name} {outcomes[way.name][steps][-1].seconds:.2f}" for way in WAYS)
+            say(f"round {number + 1}/{rounds}, {steps} steps after the checkpoint, s: {told}")
+    return outcomes
+
+
+# --- results -----------------------------------------------------------------------------------------
+
+
+def rows(outcomes: Outcomes) -> dict[str, Any]:
+    """One for each way and number of steps; ratios are of the same round."""
+    seconds = _seconds(outcomes)
+    results: dict[str, Any] = {}
+    for steps in outcomes[PARALLEL.name]:
+        for way in WAYS:
+            each = outcomes[way.name][steps]
+            replays = [outcome.replayed for outcome in each if outcome.replayed is not None]
+            results[f"{steps} steps: {way.name}"] = {
+                "back_s": spread(seconds[way.name][steps]),
+                "of_parallel": spread(_gains(seconds, way.name, steps)) if way is not PARALLEL else None,
+                "replay_s": spread(replays) if replays else None,
+                "step_ms": round(1000 * statistics.median(outcome.step_seconds for outcome in each), 1),
+            }
+    return results
+
+
+def bars_of(outcomes: Outcomes) -> dict[str, Bar]:
+    """At the most steps the gain is large enough; and more steps always save more seconds."""
+    seconds = _seconds(outcomes)
+    most = max(outcomes[PARALLEL.name])
+    gain = statistics.median(_gains(seconds, RETURN.name, most))
+    return {
+        f"{most} steps after the checkpoint: {RETURN.name}, times {PARALLEL.name}": Bar(value=gain, bar=GAIN_BAR),
+        "the more steps, the more seconds saved: the smallest rise": Bar(value=smallest_rise(seconds), bar=0.0),
+        "everyone's layers but the lost ones were spared": Bar(value=float(_spared(outcomes)), bar=1.0),
+    }
+
+
+def smallest_rise(seconds: Mapping[str, Mapping[int, Sequence[float]]]) -> float:
+    """From one number of steps to the next, the least by which the seconds saved (medians) grow.
+
+    >>> smallest_rise({PARALLEL.name: {5: [1.0], 10: [1.5], 20: [2.0]}, RETURN.name: {5: [2.0], 10: [4.0], 20: [4.4]}})
+    -0.1
+    """
+    saved = [
+        statistics.median(
+            a - b for a, b in zip(seconds[RETURN.name][steps], seconds[PARALLEL.name][steps], strict=True)
+        )
+        for steps in sorted(seconds[PARALLEL.name])
+    ]
+    return round(min((b - a for a, b in itertools.pairwise(saved)), default=0.0), 6)
+
+
+def _spared(outcomes: Outcomes) -> bool:
+    """Whether each way did what it is there for: a replay that fell back would be measured as one."""
+    replayed = [each for way in (PARALLEL, ALONE) for each in _all(outcomes, way)]
+    returned = _all(outcomes, RETURN)
+    return all(o.replayed is not None and o.resumed is None for o in replayed) and all(
+        o.replayed is None and o.resumed is not None for o in returned
+    )
+
+
+def _all(outcomes: Outcomes, way: Way) -> list[Outcome]:
+    return [outcome for each in outcomes[way.name].values() for outcome in each]
+
+
+def _seconds(outcomes: Outcomes) -> dict[str, dict[int, list[float]]]:
+    return {
+        name: {steps: [outcome.seconds for outcome in each] for steps, each in by_steps.items()}
+        for name, by_steps in outcomes.items()
+    }
+
+
+def _gains(seconds: Mapping[str, Mapping[int, Sequence[float]]], name: str, steps: int) -> list[float]:
+    return [a / b for a, b in zip(seconds[name][steps], seconds[PARALLEL.name][steps], strict=True)]

@@ -1,0 +1,165 @@
+"""What it costs to be able to go back: eager updates that can be undone, a vote before the update, copies of the state.
+
+All ways train the same model on the same workers and take turns. Memory is what each holds between two steps, in
+tensors; and the most that a process had, as the kernel saw it. An undo is timed by itself, beside the update that it
+takes back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.pipelines import layers
+from bench.pipelines.entries import Shape
+from bench.pipelines.turns import ratio, ratios
+from bench.report import Bar, Say
+from bench.running import BENCH, Running, can_limit, limited
+from holdfast.measuring import spread
+from holdfast.undo.undo import undo_step
+
+COMMIT, EAGER = "two-phase commit", "eager + undo"
+WAYS: Mapping[str, Sequence[str]] = {
+    COMMIT: (),
+    EAGER: ("--update", "eager"),
+    "commit-copy, k=1": ("--copy-every", "1"),
+    "commit-copy, k=10": ("--copy-every", "10"),
+}
+WIDE = Shape(model="wide", layers=6, width=768, micro_batches=2)  # large weights, little to compute
+SHAPES = {"gpt": Shape(model="gpt", layers=6, micro_batches=4), "wide": WIDE}
+SLOW = {"wide, slow link": WIDE}  # where gradients are long on their way, an update beside them costs nothing
+RATE = "4gbit"
+WORKERS = 2
+BURST = 10  # steps in a turn: whole blocks of all ways
+WARM = 2  # turns that do not count: in the first one the copies do not have the optimizer's slots yet
+COLUMNS = {
+    "step_ms": "ms a step: median (range)",
+    "of_commit": "speed, of commit's",
+    "held_mb": "MB in tensors",
+    "beyond_mb": "MB more",
+    "peak_mb": "MB at most",
+    "undo_ms": "ms of an undo",
+    "of_update": "of its update",
+}
+
+
+def race(*, rounds: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
+    results: dict[str, Any] = {}
+    bars: dict[str, Bar] = {}
+    shapes = {**SHAPES, **SLOW} if can_limit() else SHAPES
+    for title, shape in shapes.items():
+        folder = BENCH / "undo" / title
+        shutil.rmtree(folder, ignore_errors=True)
+        times, work, memory = take_turns(title, shape, rounds=rounds, folder=folder, say=say)
+        undo = undo_times(shape, rounds=rounds)
+        for name in WAYS:
+            results[f"{title}: {name}"] = {
+                "step_ms": spread([1000 * each for each in times[name]]),
+                "of_commit": None if name == COMMIT else spread(ratios(times, COMMIT, name)),
+                "cpu_ms": spread([1000 * each for each in work[name]]),
+                "cpu_of_commit": None if name == COMMIT else spread(ratios(work, name, COMMIT)),
+                "held_mb": memory[name]["held"],
+                "beyond_mb": round(memory[name]["held"] - memory[COMMIT]["held"], 3),
+                "peak_mb": memory[name]["peak"],
+            }
+        results[f"{title}: {EAGER}"] |= {"undo_ms": spread(undo["ms"]), "of_update": spread(undo["of_update"])}
+        beyond = results[f"{title}: {EAGER}"]["beyond_mb"]
+        bars[f"{title}: MB that eager + undo holds beyond two-phase commit"] = Bar(value=beyond, bar=0.0, at_most=True)
+        bars[f"{title}: speed of eager + undo, of two-phase commit"] = Bar(value=ratio(times, COMMIT, EAGER), bar=0.95)
+    return results, bars
+
+
+def take_turns(
+    title: str, shape: Shape, *, rounds: int, folder: Path, say: Say
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Seconds a step in each round, those of the processor, and MB of a worker; only neighbours can be compared."""
+    names = list(WAYS)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    work: dict[str, list[float]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        rate = RATE if title in SLOW else ""
+        running = {name: stack.enter_context(_started(shape, WAYS[name], folder / name, rate)) for name in names}
+        for number in range(1 - WARM, rounds + 1):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                last = (number + WARM) * BURST
+                seconds = running[name].take_turn(last) / BURST
+                if number > 0:
+                    times[name].append(seconds)
+                    work[name].append(_work(running[name].lines, last))
+            if number > 0:
+                row = ", ".join(f"{name} {1000 * values[-1]:.0f}" for name, values in times.items())
+                say(f"{title}, round {number}/{rounds}, ms a step: {row}")
+        memory = {name: _memory(each) for name, each in running.items()}
+    return times, work, memory
+
+
+def _work(lines: Sequence[Mapping[str, Any]], last: int) -> float:
+    """Seconds of the processor that a worker took for a step of the turn that has ended with ``last``."""
+    began = [line["cpu"] for line in lines if line.get("go") == last - BURST]
+    ended = [line["cpu"] for line in lines if line.get("step") == last]
+    return float(sum(ended) - sum(began)) / WORKERS / BURST
+
+
+@contextmanager
+def _started(shape: Shape, way: Sequence[str], folder: Path, rate: str) -> Iterator[Running]:
+    folder.mkdir(parents=True)
+    running = Running(folder=folder.absolute(), workers=WORKERS)
+    running.make_turns()
+    agent = ["-m", "holdfast.cli", "run", "-n", str(WORKERS), "--max-restarts", "0", "--log-dir", "logs"]
+    turns = ["--steps", "1000000", "--progress", str(running.progress), "--burst", str(BURST)]
+    turns += ["--measure", str(WARM * BURST)]
+    try:
+        script = ["-m", "bench.pipelines.update_entry", *shape.arguments(), *way, *turns]
+        running.start(limited([sys.executable, *agent, *script], rate))
+        yield running
+    finally:
+        running.stop()
+
+
+def _memory(running: Running) -> dict[str, float]:
+    """MB of the worker that has the most: what it held, and the most that was resident."""
+    held = [json.loads(path.read_text())["held"] for path in running.folder.glob("*.held-*")]
+    return {
+        "held": round(max(held) / 1e6, 3),
+        "peak": max(_peak(pid) for pid in {line["pid"] for line in running.lines}),
+    }
+
+
+def _peak(pid: int) -> float:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return round(int(found[1]) * 1024 / 1e6, 1) if found else 0.0
+
+
+def undo_times(shape: Shape, *, rounds: int) -> dict[str, list[float]]:
+    """A whole step of the shape's model, taken back at once; and how long that takes as a multiple of the step."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    arguments = Namespace(**vars(shape), seed=0)
+    parameters = [p for layer in layers.build_layers(arguments) for p in layer.parameters()]
+    optimizer = layers.build_optimizer(parameters)
+    found: dict[str, list[float]] = {"ms": [], "of_update": []}
+    for number in range(rounds + 2):
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        begin = time.perf_counter()
+        optimizer.step()
+        between = time.perf_counter()
+        if number < 2:  # the second one is the first that has something to keep, and warms up
+            continue
+        undo_step(optimizer, {p: p.grad for p in parameters if p.grad is not None})
+        end = time.perf_counter()
+        found["ms"].append(1000 * (end - between))
+        found["of_update"].append((end - between) / (between - begin))
+    torch.set_num_threads(threads)
+    return found

@@ -1,0 +1,1 @@
+"""One kill and its recovery, measured, for ``bench replay``."""

@@ -1,0 +1,1 @@
+"""Methods, tasks and workers of ``bench sync``."""

@@ -1,0 +1,194 @@
+"""What ``bench sync`` runs, in which order, and about how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.replicas.methods import Method
+from bench.replicas.tasks import TASKS, Task
+
+WORKERS = 4
+SEED = 10  # the first; settings were looked for with smaller ones, and learning rates with seed 1000
+CAP = 40.0  # seconds for a method that sends more than BSP: SSP gets as many steps as fit into them
+COMPUTE = {"gpt": 0.06, "digits": 0.01}  # seconds of a step, four workers on two cores; for estimates only
+BETWEEN = 2.5  # seconds from run to run: connecting, evaluating
+
+OVERLAP = 16  # steps: about as long as an exchange takes at 20 Mbit
+HOOK = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+# One bucket: with DDP's own, PowerSGD's hook hung on Gloo. Perhaps as it starts new sums from callbacks, in any order.
+ONE_BUCKET = {"bucket_cap_mb": 100}
+POWER = Method(name="BSP + PowerSGD", kind="PowerSGD", tuned_as="power", settings={"ddp": ONE_BUCKET, "hook": HOOK})
+BSP = Method(name="BSP (DDP)", kind="BSP", tuned_as="bsp")
+LOCAL = {
+    every: Method(name=f"Local SGD, every {every}", kind="LocalSGD", tuned_as=name, settings={"every": every})
+    for every, name in ((5, "local 10"), (10, "local 10"), (25, "local 25"), (50, "local 50"), (100, "local 50"))
+}
+LATE = Method(
+    name="Local SGD, every 50, overlapped",
+    kind="LocalSGD",
+    tuned_as="local overlapped",
+    settings={"every": 50 - OVERLAP, "overlap": OVERLAP},
+)
+FEDAVG = Method(
+    name="FedAvg, half, every 25", kind="FedAvg", tuned_as="local 25", settings={"fraction": 0.5, "every": 25}
+)
+SSP = Method(name="SSP, staleness 3", kind="SSP", tuned_as="ssp", settings={"staleness": 3})
+DILOCO = Method(name="DiLoCo, every 25", kind="DiLoCo", tuned_as="diloco", settings={"every": 25})
+PUBLISHED = {
+    delta: Method(name=f"SelSync, delta {delta:g}", kind="SelSync", tuned_as="delta", settings={"delta": delta})
+    for delta in (0.2, 0.25, 0.3, 0.5)
+}
+OURS = Method(name="SelSync, target 0.04", kind="SelSync", tuned_as="target", settings={"target": 0.04})
+VARIANCE = Method(
+    name="SelSync, variance, target 0.04",
+    kind="SelSync",
+    tuned_as="variance",
+    settings={"target": 0.04, "signal": "replica-variance"},
+)
+DENSE = Method(  # for data that pull replicas apart
+    name="SelSync, variance, target 0.2",
+    kind="SelSync",
+    tuned_as="variance",
+    settings={"target": 0.2, "signal": "replica-variance"},
+)
+SPARSE = Method(
+    name="SelSync, variance, target 0.02, gap 15",
+    kind="SelSync",
+    tuned_as="variance",
+    settings={"target": 0.02, "min_gap": 15, "signal": "replica-variance"},
+)
+OVERLAPPED = Method(
+    name="SelSync, variance, target 0.015, overlapped",
+    kind="SelSync",
+    tuned_as="variance overlapped",
+    settings={"target": 0.015, "min_gap": 50, "signal": "replica-variance", "overlap": OVERLAP},
+)
+# A fixed bound on how far replicas may be apart (FDA), of the weights' length: 5% for the GPT, half for digits.
+BOUNDED = {
+    task: Method(
+        name=f"SelSync, variance {delta:g}, overlapped",
+        kind="SelSync",
+        tuned_as="variance overlapped",
+        settings={"delta": delta, "wait": False, "min_gap": 50, "signal": "replica-variance", "overlap": OVERLAP},
+    )
+    for task, delta in (("gpt", 0.003), ("digits", 0.25))
+}
+MATCHED = (
+    Method(name="Local SGD, matched", kind="LocalSGD", tuned_as="local 25", matched=OURS.name),
+    Method(name="random, matched", kind="RandomSync", tuned_as="local 25", matched=OURS.name),
+)
+SELECTIVE = (PUBLISHED[0.2], PUBLISHED[0.3], OURS, VARIANCE, SPARSE, OVERLAPPED)
+MOST = (BSP, POWER, LOCAL[10], LOCAL[25], LOCAL[50], LOCAL[100], LATE, DILOCO, *SELECTIVE, *MATCHED)
+ONCE = (LOCAL[5], FEDAVG, SSP, PUBLISHED[0.25], PUBLISHED[0.5])
+SOME = (BSP, POWER, LOCAL[5], LOCAL[10], LOCAL[25], DILOCO, PUBLISHED[0.2], OURS, VARIANCE, DENSE)
+FEW = (BSP, POWER, LOCAL[10], LOCAL[25], DILOCO, OURS, OVERLAPPED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """Methods that are compared with each other."""
+
+    task: str
+    split: str
+    rate: int
+    seeds: int
+    methods: tuple[Method, ...]
+    once: tuple[Method, ...] = ()  # with the first seed only
+    steps: int | None = None  # None: the task's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One run that is to come."""
+
+    contest: Contest
+    method: Method
+    seed: int
+    steps: int
+
+    @property
+    def is_capped(self) -> bool:
+        return self.steps < steps_of(self.contest, self.method)
+
+    @property
+    def seconds(self) -> float:
+        task = TASKS[self.contest.task]
+        return BETWEEN + self.steps * seconds_of_step(task, self.method, self.contest.rate)
+
+
+FULL = (
+    Contest(task="gpt", split="iid", rate=20, seeds=2, methods=(*MOST, BOUNDED["gpt"]), once=ONCE),
+    Contest(task="digits", split="iid", rate=20, seeds=3, methods=(*MOST, BOUNDED["digits"]), once=ONCE),
+    Contest(task="digits", split="labels", rate=20, seeds=2, methods=SOME),
+    Contest(task="digits", split="labels, injected", rate=20, seeds=1, methods=(BSP, LOCAL[5], VARIANCE, DENSE)),
+    Contest(task="digits", split="own chunks", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS, OVERLAPPED)),
+    Contest(task="gpt", split="iid", rate=100, seeds=1, methods=FEW),
+    Contest(task="digits", split="iid", rate=100, seeds=1, methods=FEW),
+    Contest(task="gpt", split="iid", rate=1000, seeds=1, methods=FEW),
+    Contest(task="digits", split="iid", rate=1000, seeds=1, methods=FEW),
+)
+QUICK = (
+    Contest(task="digits", split="iid", rate=20, seeds=1, methods=(*MOST, BOUNDED["digits"]), once=ONCE, steps=144),
+    Contest(task="digits", split="labels", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS), steps=80),
+    Contest(task="gpt", split="iid", rate=100, seeds=1, methods=(BSP, LOCAL[10], OURS, MATCHED[0]), steps=24),
+)
+
+
+def order(contests: Sequence[Contest]) -> list[Turn]:
+    """Rate by rate, as workers have to move; then seed by seed, and all methods of a seed before the next one's.
+
+    Each seed begins with another method, so that none always has the machine as another one left it. Methods matched
+    to others come after them. What is looked at first comes first, should the bench be broken off.
+    """
+    turns: list[Turn] = []
+    for rate in dict.fromkeys(contest.rate for contest in contests):
+        there = [contest for contest in contests if contest.rate == rate]
+        for seed in range(max(contest.seeds for contest in there)):
+            for contest in there:
+                if seed < contest.seeds:
+                    methods = (*contest.methods, *(contest.once if seed == 0 else ()))
+                    turns += [_turn(contest, method, SEED + seed) for method in rotated(methods, seed)]
+    return turns
+
+
+def rotated(methods: Sequence[Method], seed: int) -> list[Method]:
+    """
+    >>> [method.name for method in rotated([*MATCHED, BSP, POWER, OURS], 1)]
+    ['BSP + PowerSGD', 'SelSync, target 0.04', 'BSP (DDP)', 'Local SGD, matched', 'random, matched']
+    """
+    free = [method for method in methods if method.matched is None]
+    shift = seed % len(free)
+    return [*free[shift:], *free[:shift], *(method for method in methods if method.matched is not None)]
+
+
+def _turn(contest: Contest, method: Method, seed: int) -> Turn:
+    task = TASKS[contest.task]
+    steps = steps_of(contest, method)
+    if method.kind == "SSP":
+        steps = min(steps, max(task.every, int(CAP / seconds_of_step(task, method, contest.rate))))
+    return Turn(contest=contest, method=method, seed=seed, steps=steps)
+
+
+def steps_of(contest: Contest, method: Method) -> int:
+    """Whoever sends little has cheap steps, and may take more of them to be as good: still in less time than BSP."""
+    task = TASKS[contest.task]
+    return contest.steps or (task.steps if method.kind == "BSP" else task.cheap_steps)
+
+
+def exchange_bytes(task: Task) -> float:
+    """What a worker sends when all average their weights: each owns a part, collects it, and hands it out."""
+    return 4.0 * task.parameters * 2 * (WORKERS - 1) / WORKERS
+
+
+def seconds_of_step(task: Task, method: Method, rate: int) -> float:
+    """An estimate."""
+    exchange = exchange_bytes(task) * 8 / (rate * 1e6) * 1.05
+    compute = COMPUTE[task.name]
+    share: float = {"BSP": 1.0, "PowerSGD": 0.15, "SSP": 2.0}.get(method.kind, 0.05)
+    settings = method.settings
+    if "every" in settings:
+        share = 1 / settings["every"]
+    elif "target" in settings:
+        share = settings["target"]
+    return compute + share * exchange

@@ -1,1 +1,0 @@
-"""What `holdfast bench` races against; each module is a program of its own."""
