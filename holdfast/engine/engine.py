@@ -29,7 +29,7 @@ from holdfast.engine.ties import Ties
 from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.plan.layout import Layout, side_by_side
-from holdfast.plan.schedule import one_forward_one_backward
+from holdfast.plan.timeline import one_forward_one_backward
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from holdfast.engine.record import Key, Message
 from holdfast.errors import UsageError
-from holdfast.plan.records import Direction as Direction
-from holdfast.plan.records import Holding, holdings_of
+from holdfast.plan.log_records import Direction as Direction
+from holdfast.plan.log_records import HeldRecords, holdings_of
 from holdfast.recovery.spill import Damaged as Damaged
 from holdfast.recovery.spill import Files, Place, Unspilled, size_of
 from holdfast.recovery.spill import clean as clean
@@ -208,7 +208,7 @@ class Log:
         known = [terms for terms in found if terms is not None]
         return known if len(known) == len(found) else None
 
-    def holdings(self, stop: int) -> list[Holding]:
+    def holdings(self, stop: int) -> list[HeldRecords]:
         """What is there of the steps before ``stop``, in few words."""
         with self._lock:
             keys = [key for number, step in self._steps.items() if number < stop for key in step.records]

@@ -17,8 +17,8 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.pipe import read
 from holdfast.engine.record import Direction, Key, Message
 from holdfast.engine.update import Terms
+from holdfast.plan.batch import shares
 from holdfast.plan.layout import Layout
-from holdfast.plan.shares import shares
 from tests.engine.between import BETWEEN
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
 from tests.engine.pipelines import (

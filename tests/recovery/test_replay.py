@@ -20,8 +20,8 @@ from holdfast.engine import again
 from holdfast.engine.pipe import describe
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
-from holdfast.plan.records import Direction, Key
-from holdfast.plan.replay import Sources
+from holdfast.plan.log_records import Direction, Key
+from holdfast.plan.replay_plan import Sources
 from holdfast.recovery import arrange, cohort, replay
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
