@@ -67,7 +67,7 @@ def choose_boundaries(
         size = 0 if profile is None else _crossing(profile, everything, micro_batches, ties)
         reason = f"{count(len(cuts), 'boundary')} logged: there is no {'limit' if budget is None else 'profile'}"
         return LogChoice(boundaries=everything, bytes_per_step=size, reason=reason)
-    cuts = [cut for cut in cuts if interval * _tie_bytes(ties, frozenset([cut])) <= budget]
+    cuts = _affordable(cuts, ties, budget // interval)
     found = choose_groups(
         recovery_seconds=[
             _seconds(profile, range(first, stop)) * micro_batches
@@ -76,7 +76,7 @@ def choose_boundaries(
         boundary_bytes=[_bytes(profile, cut) * micro_batches for cut in cuts],
         bandwidth=profile.between.bandwidth,
         interval=interval,
-        budget=max(budget - interval * _tie_bytes(ties, frozenset(cuts)), 0),
+        budget=budget - interval * _tie_bytes(ties, frozenset(cuts)),
     )
     chosen = frozenset(cuts[number] for number in found.logged)
     size = _crossing(profile, chosen, micro_batches, ties)
@@ -93,6 +93,19 @@ def _common_cuts(layout: Layout, micro_batches: int) -> list[int]:
     shares = layout.shares(micro_batches)
     cuts = [_cuts(line) for line, share in zip(layout.lines, shares, strict=True) if share]
     return sorted(set.intersection(*cuts)) if cuts else []
+
+
+def _affordable(cuts: Sequence[int], ties: Sequence[Tie], limit: int) -> list[int]:
+    """Boundaries whose gradients of shared weights fit together into ``limit`` bytes per step; the dearest go first.
+
+    >>> ties = [Tie(layers=(0, 1), bytes=4), Tie(layers=(2, 3), bytes=30)]
+    >>> _affordable([1, 3], ties, 68), _affordable([1, 3], ties, 67)
+    ([1, 3], [1])
+    """
+    left = list(cuts)
+    while _tie_bytes(ties, frozenset(left)) > limit:
+        left.remove(max(left, key=lambda cut: _tie_bytes(ties, frozenset([cut]))))
+    return left
 
 
 def _cuts(line: PlacedPipeline) -> set[int]:

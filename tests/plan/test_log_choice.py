@@ -100,6 +100,10 @@ def check(case: Case) -> None:
     assert found.reason
 
 
+def test_shared_weights_that_fit_one_by_one_may_not_fit_together() -> None:
+    check(make_case(1641891))
+
+
 @given(cases)
 @settings(deadline=None, max_examples=300)
 def test_what_is_logged_fits_into_the_budget(case: Case) -> None:
