@@ -15,9 +15,10 @@ from bench.pipelines.entries import Contestant, Shape, started
 from bench.report import Say
 from bench.running import Running
 from holdfast.measuring import spread
-from holdfast.plan.costs import Chain, Costs
-from holdfast.plan.layout import Layout, lay_out
+from holdfast.plan.lay_out import lay_out
+from holdfast.plan.layout import Layout
 from holdfast.plan.profile import LayerCost, Link, Profile
+from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.plan.timeline import simulate
 
 
@@ -105,7 +106,7 @@ def estimate_cut(profile: Profile, stages: Sequence[int], micro_batches: int) ->
     """
     bounds = (0, *itertools.accumulate(stages))
     chain = Chain(stages=len(stages), per_node=1, lanes=1, micro_batches=micro_batches)
-    costs = Costs(profile)
+    costs = StageCosts(profile)
     ends = [0.0] * len(stages)
     for span in simulate(costs.times(chain, bounds), micro_batches):
         ends[span.stage] = max(ends[span.stage], span.end)

@@ -15,7 +15,8 @@ from bench.report import Bar, Say
 from bench.running import BENCH
 from holdfast.errors import HoldfastError
 from holdfast.measuring import spread
-from holdfast.plan.planner import Node, Plan, Shortage, make_plan
+from holdfast.plan.place import NodeName
+from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import LayerCost, Profile, uniform
 from holdfast.plan.template import PER_DEVICE, Templates, make_templates
 
@@ -162,7 +163,7 @@ def with_minimum(templates: Templates, minimum: int) -> Templates:
     return replace(templates, minimum=minimum, by_nodes=kept)
 
 
-def failures(plan: Plan, everyone: Sequence[Node], *, seed: int) -> dict[str, set[Node]]:
+def failures(plan: PipelinePlan, everyone: Sequence[NodeName], *, seed: int) -> dict[str, set[NodeName]]:
     """Whom each kind of failure takes."""
     draw = random.Random(seed)
     widest = max(plan.pipelines, key=lambda pipeline: len(pipeline.nodes))
@@ -174,7 +175,9 @@ def failures(plan: Plan, everyone: Sequence[Node], *, seed: int) -> dict[str, se
     }
 
 
-def _planned(templates: Templates, nodes: Sequence[Node], batch: int, held: dict[Node, range] | None = None) -> Plan:
+def _planned(
+    templates: Templates, nodes: Sequence[NodeName], batch: int, held: dict[NodeName, range] | None = None
+) -> PipelinePlan:
     plan = make_plan(templates, nodes, micro_batches=batch, held=held)
     if isinstance(plan, Shortage):
         raise HoldfastError(f"the bench cannot plan for {len(nodes)} nodes: {plan.reason}", hint=plan.hint)

@@ -18,7 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
 
-from holdfast.plan.layout import Layout, lay_out
+from holdfast.plan.lay_out import lay_out
+from holdfast.plan.layout import Layout
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import uniform
 from holdfast.words import count

@@ -13,7 +13,7 @@ from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.plan.outlook import Outlook
-    from holdfast.plan.planner import Plan, Shortage
+    from holdfast.plan.planner import PipelinePlan, Shortage
     from holdfast.plan.profile import Profile
     from holdfast.plan.template import Template, Templates
 
@@ -48,11 +48,11 @@ def plan(
     With --profile it is your model's plan, with --layers 96 --uniform that of a made-up one.
     """
     # Imported here, so that the other commands do not wait for numpy and rich.
-    from holdfast.pictures import check_path
+    from holdfast.pictures.picture_file import check_path
+    from holdfast.pictures.plan_tables import WIDE, headings, planned_for, show
+    from holdfast.pictures.step_chart import save
     from holdfast.plan.outlook import look_ahead
-    from holdfast.plan.picture import save
     from holdfast.plan.planner import Shortage, make_plan
-    from holdfast.plan.show import WIDE, headings, planned_for, show
     from holdfast.plan.template import make_templates
     from holdfast.screen import make_console
 
@@ -133,7 +133,7 @@ def batches(profile: Profile, micro_batches: int | None, global_batch: int | Non
 # --- for machines ---------------------------------------------------------------------------------
 
 
-def to_json(templates: Templates, made: Plan, outlook: Outlook) -> dict[str, Any]:
+def to_json(templates: Templates, made: PipelinePlan, outlook: Outlook) -> dict[str, Any]:
     from holdfast.plan.outlook import names
 
     samples = templates.profile.micro_batch
@@ -187,7 +187,7 @@ def _template(one: Template) -> dict[str, Any]:
     return {"nodes": one.nodes, "lanes": one.lanes, "stages": stages, "seconds": seconds, "gap": one.gap}
 
 
-def _after(after: Plan | Shortage, samples: int) -> dict[str, Any]:
+def _after(after: PipelinePlan | Shortage, samples: int) -> dict[str, Any]:
     from holdfast.plan.planner import Shortage
 
     if isinstance(after, Shortage):

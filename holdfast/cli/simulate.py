@@ -14,9 +14,9 @@ from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.plan.profile import Profile
-    from holdfast.simulate.outcome import Outcome, Setting
+    from holdfast.simulate.outcome import Setting, SystemOutcome
     from holdfast.simulate.prepare import Prepared
-    from holdfast.simulate.recovery import Recovery
+    from holdfast.simulate.recovery_time import Recovery
     from holdfast.simulate.trace import Trace
 
 BINS = 100  # stretches of time in the JSON
@@ -57,11 +57,11 @@ def simulate(
     With --tables their throughput is what somebody measured; without, what our cost model says of your profile.
     """
     # Imported here, so that the other commands do not wait for numpy and rich.
-    from holdfast.pictures import check_path
+    from holdfast.pictures.picture_file import check_path
     from holdfast.screen import make_console
+    from holdfast.simulate.measured_tables import Tables, read_tables
     from holdfast.simulate.outcome import check_enough, check_systems
     from holdfast.simulate.prepare import by_planner, by_tables, the_trace
-    from holdfast.simulate.tables import Tables, read_tables
 
     names = check_systems(systems)
     if plot is not None:
@@ -86,11 +86,11 @@ def simulate(
 
 def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_json: bool) -> None:
     """Judges the systems, and shows, draws and prints what came out."""
-    from holdfast.plan.show import WIDE
+    from holdfast.pictures.outcome_table import show
+    from holdfast.pictures.plan_tables import WIDE
+    from holdfast.pictures.trace_plot import plot as draw
     from holdfast.screen import make_console
     from holdfast.simulate.outcome import judge
-    from holdfast.simulate.plot import plot as draw
-    from holdfast.simulate.show import show
 
     setting = prepared.setting
     found = {}
@@ -140,7 +140,7 @@ def the_profile(model: str, memory: float | None) -> Profile:
 
 def the_recovery(milliseconds: float | None) -> Recovery:
     """As given, or as measured on this machine."""
-    from holdfast.simulate.recovery import given, measured
+    from holdfast.simulate.recovery_time import given, measured
 
     if milliseconds is not None:
         return given(milliseconds)
@@ -167,7 +167,9 @@ def refuse(options: dict[str, Any], why: str) -> None:
             raise UsageError(f"--{option} {why}")
 
 
-def to_json(setting: Setting, outcomes: Sequence[Outcome], best: float, sources: dict[str, str]) -> dict[str, Any]:
+def to_json(
+    setting: Setting, outcomes: Sequence[SystemOutcome], best: float, sources: dict[str, str]
+) -> dict[str, Any]:
     """For machines: a system without the memory for the model has null for its throughput."""
     trace = setting.trace
     return {

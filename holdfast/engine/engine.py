@@ -28,7 +28,7 @@ from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.log.record import Keeper, Recorder
 from holdfast.plan.layout import Layout, side_by_side
-from holdfast.plan.schedule import one_forward_one_backward
+from holdfast.plan.timeline import one_forward_one_backward
 from holdfast.undo.eager import Eager
 
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -13,7 +13,7 @@ from holdfast.engine.model import LayeredModel
 from holdfast.engine.pipe import describe
 from holdfast.log.record import Recorder
 from holdfast.plan.layout import Layout
-from holdfast.plan.logging import Tie
+from holdfast.plan.log_choice import Tie
 
 TIE_TAG = 10
 

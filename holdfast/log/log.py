@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from holdfast.errors import UsageError
-from holdfast.log.record import Key, Message
+from holdfast.log.record import Message
 from holdfast.log.spill import Damaged as Damaged
 from holdfast.log.spill import Files, Place, Unspilled, size_of
 from holdfast.log.spill import clean as clean
-from holdfast.plan.records import Direction as Direction
-from holdfast.plan.records import Holding, holdings_of
+from holdfast.plan.log_records import Direction as Direction
+from holdfast.plan.log_records import HeldRecords, Key, holdings_of
 from holdfast.words import size_text
 
 BATCH = 16 << 20  # bytes that are written at once, and that memory is freed by beyond what is needed
@@ -208,7 +208,7 @@ class Log:
         known = [terms for terms in found if terms is not None]
         return known if len(known) == len(found) else None
 
-    def holdings(self, stop: int) -> list[Holding]:
+    def holdings(self, stop: int) -> list[HeldRecords]:
         """What is there of the steps before ``stop``, in few words."""
         with self._lock:
             keys = [key for number, step in self._steps.items() if number < stop for key in step.records]

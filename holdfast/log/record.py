@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from holdfast.plan.records import Direction as Direction
-from holdfast.plan.records import Key as Key
+from holdfast.plan.log_records import Direction as Direction
+from holdfast.plan.log_records import Key as Key
 
 # A value in words and its distinct tensors, as ``pipe.describe`` gives them.
 Message = tuple[str, list[Tensor]]

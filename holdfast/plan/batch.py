@@ -61,3 +61,12 @@ def _take_back(surplus: int, given: list[int], templates: Sequence[Template]) ->
         given[place] -= 1
         if given[place] > 1:
             heapq.heappush(order, (-templates[place].seconds(given[place]), place))
+
+
+def shares(micro_batches: int, workers: int) -> list[range]:
+    """Consecutive shares, as equal as can be; workers beyond the micro-batches get none.
+
+    >>> shares(8, 3)
+    [range(0, 2), range(2, 5), range(5, 8)]
+    """
+    return [range(rank * micro_batches // workers, (rank + 1) * micro_batches // workers) for rank in range(workers)]

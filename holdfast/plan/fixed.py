@@ -6,16 +6,16 @@ import itertools
 from collections.abc import Sequence
 
 from holdfast.errors import UsageError
-from holdfast.plan.costs import Chain, Costs
 from holdfast.plan.profile import Profile
 from holdfast.plan.sizes import PER_DEVICE
+from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.plan.stock import stock_of
 from holdfast.words import count, size_text
 
-Bounds = tuple[int, ...]  # the first layer of each stage, and the end
+CutPoints = tuple[int, ...]  # the first layer of each stage, and the end
 
 
-def fixed_cut(layers: int, stages: int | Sequence[int], profile: Profile | None) -> Bounds:
+def fixed_cut(layers: int, stages: int | Sequence[int], profile: Profile | None) -> CutPoints:
     """The cut for ``stages``: their number, or the layers of each.
 
     A number is cut for the fastest pipeline if there is a profile, else into equal numbers of layers.
@@ -47,7 +47,7 @@ def fixed_cut(layers: int, stages: int | Sequence[int], profile: Profile | None)
     return (0, *(role.stop for role in template.roles))
 
 
-def _of_counts(layers: int, counts: list[int], profile: Profile | None) -> Bounds:
+def _of_counts(layers: int, counts: list[int], profile: Profile | None) -> CutPoints:
     if not counts or not all(isinstance(number, int) and number >= 1 for number in counts):
         raise UsageError(f"stages={counts}", hint="the number of stages, or the number of layers of each, at least 1")
     if sum(counts) != layers:
@@ -73,7 +73,7 @@ def _memory(profile: Profile) -> str:
     return f"workers with {size_text(profile.memory or 0)} of memory"
 
 
-def _fits(bounds: Bounds, profile: Profile | None) -> bool:
+def _fits(bounds: CutPoints, profile: Profile | None) -> bool:
     """Does every stage fit into its worker?"""
     if profile is None or profile.memory is None:
         return True
@@ -86,7 +86,7 @@ def _chain(stages: int) -> Chain:
     return Chain(stages=stages, per_node=1, lanes=1, micro_batches=PER_DEVICE * stages)
 
 
-def merged(bounds: Bounds, stages: int, profile: Profile | None) -> Bounds | None:
+def merged(bounds: CutPoints, stages: int, profile: Profile | None) -> CutPoints | None:
     """The cut with neighbours merged into fewer stages, the longest as short as can be; None if none fits.
 
     >>> merged((0, 1, 2, 3, 10), 2, None)
@@ -95,7 +95,7 @@ def merged(bounds: Bounds, stages: int, profile: Profile | None) -> Bounds | Non
     if stages >= len(bounds) - 1:
         return bounds
     costs = None if profile is None else stock_of(profile).costs
-    best: dict[int, tuple[float, Bounds]] = {0: (0.0, (0,))}  # by the end of the stages so far: the longest, the cut
+    best: dict[int, tuple[float, CutPoints]] = {0: (0.0, (0,))}  # by the end of the stages so far: the longest, the cut
     for stage in range(stages):
         ends = bounds[stage + 1 :] if stage + 1 < stages else bounds[-1:]
         tried = {
@@ -110,7 +110,7 @@ def merged(bounds: Bounds, stages: int, profile: Profile | None) -> Bounds | Non
     return best[bounds[-1]][1] if best else None
 
 
-def _weight(costs: Costs | None, stages: int, stage: int, first: int, stop: int) -> float | None:
+def _weight(costs: StageCosts | None, stages: int, stage: int, first: int, stop: int) -> float | None:
     """What layers [first, stop) take as this stage, None if they do not fit into its worker."""
     if costs is None:
         return stop - first
@@ -121,12 +121,12 @@ def _weight(costs: Costs | None, stages: int, stage: int, first: int, stop: int)
     return float(both[stop] - both[first])
 
 
-def best_merge(bounds: Bounds, workers: int, profile: Profile | None) -> Bounds | None:
+def best_merge(bounds: CutPoints, workers: int, profile: Profile | None) -> CutPoints | None:
     """The cut that loses as few stages as so many workers allow; None if too few are left to hold the model."""
     options = (merged(bounds, stages, profile) for stages in range(min(workers, len(bounds) - 1), 0, -1))
     return next((cut for cut in options if cut is not None), None)
 
 
-def fewest_workers(bounds: Bounds, profile: Profile | None) -> int:
+def fewest_workers(bounds: CutPoints, profile: Profile | None) -> int:
     """The fewest workers on which these stages fit, however merged."""
     return next(stages for stages in range(1, len(bounds)) if merged(bounds, stages, profile) is not None)

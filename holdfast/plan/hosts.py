@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
-from holdfast.plan.lines import Layout
+from holdfast.plan.layout import Layout
 from holdfast.words import count, ranges_text
 
 EFFORT = 120  # assignments looked at for the fewest bytes; as many again for any that keeps the rules
@@ -40,9 +40,9 @@ def spread(
     ``hosts`` and ``held`` tell each rank's host and layers, ``sizes`` each layer's bytes. Ranks that have no place
     may get one, except for those that are ``barred`` because they are about to leave.
 
-    >>> from holdfast.plan.lines import Layout, Line
+    >>> from holdfast.plan.layout import Layout, PlacedPipeline
     >>> stages = (range(0, 2), range(2, 4))
-    >>> lines = (Line(ranks=(0, 2), layers=stages), Line(ranks=(1, 3), layers=stages))
+    >>> lines = (PlacedPipeline(ranks=(0, 2), layers=stages), PlacedPipeline(ranks=(1, 3), layers=stages))
     >>> before = Layout(lines=lines, size=4, layers=4, tolerate=1, minimum=2, reason="2 pipelines of 2")
     >>> after = spread(before, hosts="aabb", held=[()] * 4, sizes=[1] * 4)
     >>> [line.ranks for line in after.lines], after.reason
@@ -57,7 +57,7 @@ def spread(
     if len(names) < 2:
         return replace(layout, reason=f"{layout.reason}; every copy is on host {names[0]}, the only one")
     places = [layers for line in layout.lines for layers in line.layers]
-    task = Task(
+    task = AssignmentTask(
         cost=_costs(places, [held[rank] for rank in usable], sizes, [usable.index(rank) for rank in given]),
         host_of=np.array([names.index(hosts[rank]) for rank in usable]),
         groups=_groups(places, layout.layers),
@@ -67,7 +67,7 @@ def spread(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class LayerGroup:
     """Neighbouring layers that the same places hold."""
 
     layers: range
@@ -75,12 +75,12 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
+class AssignmentTask:
     """What is to be assigned: a row for each place, a column for each rank that may have one."""
 
     cost: NDArray[np.float64]
     host_of: NDArray[np.int64]
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
 
     @cached_property
     def room(self) -> list[int]:
@@ -103,10 +103,10 @@ class Task:
         return [int(column) for column in columns]
 
 
-def _groups(places: Sequence[range], layers: int) -> tuple[Group, ...]:
+def _groups(places: Sequence[range], layers: int) -> tuple[LayerGroup, ...]:
     cuts = sorted({0, layers, *(place.start for place in places), *(place.stop for place in places)})
     return tuple(
-        Group(layers=range(first, stop), places=tuple(n for n, place in enumerate(places) if first in place))
+        LayerGroup(layers=range(first, stop), places=tuple(n for n, place in enumerate(places) if first in place))
         for first, stop in pairwise(cuts)
     )
 
@@ -130,10 +130,10 @@ def _costs(
 # --- the search ----------------------------------------------------------------------------------
 
 
-class Search:
+class HostSearch:
     """Assignments with every group of places on at least so many hosts, best first."""
 
-    def __init__(self, task: Task, needs: Sequence[int]) -> None:
+    def __init__(self, task: AssignmentTask, needs: Sequence[int]) -> None:
         self.task = task
         self.needs = tuple(needs)
         self.looked_at = 0
@@ -249,11 +249,11 @@ def _bits(hosts: Iterable[int]) -> int:
     return found
 
 
-def _solve(task: Task, wanted: int, sizes: Sequence[int]) -> list[int]:
+def _solve(task: AssignmentTask, wanted: int, sizes: Sequence[int]) -> list[int]:
     """Every layer on as many hosts as wanted; where that cannot be, on as many as can be."""
     needs = [1] * len(task.groups)
     for need in range(wanted, 0, -1):
-        search = Search(task, [min(need, len(group.places)) for group in task.groups])
+        search = HostSearch(task, [min(need, len(group.places)) for group in task.groups])
         if (found := search.run(EFFORT)) is not None:
             needs = list(search.needs)
             break
@@ -262,7 +262,7 @@ def _solve(task: Task, wanted: int, sizes: Sequence[int]) -> list[int]:
         return found
     effort = EFFORT
     for number in sorted(range(len(needs)), key=lambda n: (-sum(sizes[i] for i in task.groups[n].layers), n)):
-        search = Search(task, [each + (n == number) for n, each in enumerate(needs)])
+        search = HostSearch(task, [each + (n == number) for n, each in enumerate(needs)])
         better = search.run(effort // 2)
         if better is not None:
             needs, found = list(search.needs), better

@@ -1,258 +1,124 @@
-"""The layout of a generation: which workers form which pipelines, and who holds which layers.
-
-Pure: every worker works it out from what all of them know, and nobody has to be told. A worker is a node of
-the planner's, with one device and one stage.
-"""
+"""What a layout is: pipelines, the places of workers in them, and the micro-batches of each."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from holdfast.errors import UsageError
-from holdfast.plan.compose import Demand, fewest_pipelines
-from holdfast.plan.fixed import Bounds, best_merge, fewest_workers, fixed_cut
-from holdfast.plan.hosts import spread
-from holdfast.plan.lines import ALONE
-from holdfast.plan.lines import Layout as Layout
-from holdfast.plan.lines import Line as Line
-from holdfast.plan.lines import Role as Role
-from holdfast.plan.lines import side_by_side as side_by_side
-from holdfast.plan.place import place
-from holdfast.plan.planner import Plan, Shortage, make_plan
-from holdfast.plan.profile import LayerCost, Profile
-from holdfast.plan.stock import Stock, stock_of
-from holdfast.plan.template import Template, Templates
-from holdfast.words import count
+from holdfast.plan.batch import shares, split
+from holdfast.plan.template import Template
 
-SLACK = 0.02  # a step that is so much longer is as good, if less has to be sent for it
-
-
-def lay_out(
-    *,
-    layers: int,
-    workers: Sequence[str],
-    held: Mapping[str, Collection[int]],
-    leaving: Collection[str],
-    micro_batches: int,
-    tolerate: int,
-    stages: int | Sequence[int] | None,
-    profile: Profile | None,
-    hosts: Mapping[str, str],
-    sizes: Sequence[int] | None = None,
-) -> Layout | Shortage:
-    """The layout of a generation of ``workers``, in the order of their ranks.
-
-    With ``stages`` (their number, or the layers of each) all pipelines are alike; without, the planner forms the
-    fastest ones that ``profile`` promises; without a profile too, every worker holds all layers. ``held`` are the
-    layers that workers have now: of equally good layouts, the one that moves the fewest bytes (``sizes`` are those
-    of each layer, where there is no profile). Who is ``leaving`` gets no place unless the others are too few.
-
-    >>> layout = lay_out(layers=10, workers=["a", "b", "c", "d", "e"], held={}, leaving=(), micro_batches=8,
-    ...                  tolerate=1, stages=2, profile=None, hosts={})
-    >>> [line.ranks for line in layout.lines], layout.lines[0].layers
-    ([(0, 1), (2, 3)], (range(0, 5), range(5, 10)))
-    >>> layout.reason
-    '2 pipelines of 2 workers; 1 worker left over: a pipeline takes 2'
-    """
-    fixed = _fixed(layers, stages, profile)
-    minimum = fewest_workers(fixed, profile) if fixed else _stock(profile).minimum
-    sizes = [layer.state_bytes for layer in profile.layers] if profile else sizes or [1] * layers
-    crew = _crew(workers, held, leaving, minimum, sizes)
-    if len(crew) < minimum:
-        return _shortage(len(workers), minimum)
-    job = _Job(
-        micro_batches=micro_batches,
-        tolerate=tolerate,
-        profile=profile,
-        sizes=sizes,
-        crew=crew,
-        held={worker: _longest_run(held.get(worker, ())) for worker in crew},
-        ranks={worker: rank for rank, worker in enumerate(workers)},
-    )
-    lines, words = _alike(job, fixed) if fixed else _planned(job)
-    layout = Layout(
-        lines=lines,
-        size=len(workers),
-        layers=layers,
-        tolerate=min(tolerate, len(lines) - 1),
-        minimum=minimum,
-        reason="; ".join([*words, *_concessions(job, len(lines), leaving)]),
-    )
-    homes = [hosts.get(worker, "") for worker in workers]
-    if len(set(homes)) == 1:
-        return layout
-    barred = [rank for rank, worker in enumerate(workers) if worker not in crew]
-    there = [held.get(worker, ()) for worker in workers]
-    return spread(layout, hosts=homes, held=there, sizes=sizes, barred=barred)
-
-
-def _fixed(layers: int, stages: int | Sequence[int] | None, profile: Profile | None) -> Bounds | None:
-    """The cut that all pipelines have; None: the planner may choose."""
-    if profile is not None and len(profile.layers) != layers:
-        raise UsageError(
-            f"the profile has {count(len(profile.layers), 'layer')}, the model {layers}",
-            hint="make a new one: holdfast profile",
-        )
-    if stages is not None:
-        return fixed_cut(layers, stages, profile)
-    return (0, layers) if profile is None or layers == 1 else None
-
-
-def _stock(profile: Profile | None) -> Stock:
-    assert profile is not None, "nothing is planned without one"
-    return stock_of(profile)
+ALONE = "every worker holds all layers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What there is to lay out, and on whom."""
+class Role:
+    """What a worker does: one stage of one pipeline."""
 
-    micro_batches: int
-    tolerate: int
-    profile: Profile | None
-    sizes: Sequence[int]
-    crew: list[str]  # the workers to use, in the order of ranks
-    held: dict[str, range]
-    ranks: dict[str, int]
+    pipeline: int
+    stage: int
+    layers: range
 
 
-def _crew(
-    workers: Sequence[str],
-    held: Mapping[str, Collection[int]],
-    leaving: Collection[str],
-    minimum: int,
-    sizes: Sequence[int],
-) -> list[str]:
-    """Who is not leaving, and as many of the others as it takes to train at all: those that hold the most."""
-    staying = [worker for worker in workers if worker not in leaving]
-    others = [worker for worker in workers if worker in leaving]
-    others.sort(key=lambda worker: -sum(sizes[layer] for layer in held.get(worker, ())))
-    chosen = {*staying, *others[: max(minimum - len(staying), 0)]}
-    return [worker for worker in workers if worker in chosen]
+@dataclass(frozen=True, kw_only=True)
+class PlacedPipeline:
+    """One pipeline."""
+
+    ranks: tuple[int, ...]  # its stages' workers in order
+    layers: tuple[range, ...]  # the layers of each; consecutive, together all layers
+    template: Template | None = None  # how micro-batches are shared out; None: equally
 
 
-def _shortage(workers: int, minimum: int) -> Shortage:
-    there = f"there {'is' if workers == 1 else 'are'} {count(workers, 'worker')}"
-    return Shortage(
-        nodes=workers,
-        needed=minimum,
-        reason=f"{there}, and the model takes the memory of at least {minimum}",
-        hint=f"{minimum - workers} more, or more memory",
-    )
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The pipelines of a generation. Workers without a place in one hold nothing.
 
-
-def _longest_run(layers: Collection[int]) -> range:
-    """The planner knows ranges only; a copy that broke off may have left holes.
-
-    >>> _longest_run({0, 1, 4, 5, 6, 9})
-    range(4, 7)
+    >>> layout = side_by_side(4, 3)
+    >>> layout.role(2), layout.holders(0), layout.shares(8)
+    (Role(pipeline=2, stage=0, layers=range(0, 4)), (0, 1, 2), [range(0, 2), range(2, 5), range(5, 8)])
     """
-    best = range(0)
-    for _, pairs in itertools.groupby(enumerate(sorted(set(layers))), key=lambda pair: pair[1] - pair[0]):
-        run = [layer for _, layer in pairs]
-        best = max(best, range(run[0], run[-1] + 1), key=len)
-    return best
+
+    lines: tuple[PlacedPipeline, ...]
+    size: int  # members of the generation
+    layers: int
+    tolerate: int  # simultaneous losses that it survives: as wanted, or less when there are too few workers
+    minimum: int  # n0: the fewest workers that can hold the model
+    reason: str
+
+    def role(self, rank: int) -> Role | None:
+        return self._roles.get(rank)
+
+    def holders(self, layer: int) -> tuple[int, ...]:
+        """The ranks that hold a layer, ascending."""
+        return self._holders[layer]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every worker holds all layers."""
+        return len(self.lines) == self.size and all(len(line.ranks) == 1 for line in self.lines)
+
+    def shares(self, micro_batches: int) -> list[range]:
+        """Each pipeline's micro-batches of a step: consecutive, and all of them. Some may get none."""
+        if micro_batches not in self._shares:
+            self._shares[micro_batches] = _shares(self.lines, micro_batches)
+        return list(self._shares[micro_batches])
+
+    @cached_property
+    def _roles(self) -> dict[int, Role]:
+        return {
+            rank: Role(pipeline=number, stage=stage, layers=layers)
+            for number, line in enumerate(self.lines)
+            for stage, (rank, layers) in enumerate(zip(line.ranks, line.layers, strict=True))
+        }
+
+    @cached_property
+    def _holders(self) -> list[tuple[int, ...]]:
+        found: list[list[int]] = [[] for _ in range(self.layers)]
+        for rank, role in sorted(self._roles.items()):
+            for layer in role.layers:
+                found[layer].append(rank)
+        return [tuple(ranks) for ranks in found]
+
+    @cached_property
+    def _shares(self) -> dict[int, list[range]]:
+        """Those asked for already: every step asks, and there are only two kinds of them."""
+        return {}
 
 
-def _alike(job: _Job, fixed: Bounds) -> tuple[tuple[Line, ...], list[str]]:
-    """Pipelines of the same stages, as many as there are workers for.
+def _shares(lines: tuple[PlacedPipeline, ...], micro_batches: int) -> list[range]:
+    templates = [line.template for line in lines if line.template is not None]
+    if len(templates) < len(lines):
+        return _by_workers(lines, micro_batches)
+    # In a step with too few for all, those get one that are fastest with one.
+    order = sorted(range(len(lines)), key=lambda number: (templates[number].seconds(1), number))
+    busy = sorted(order[:micro_batches])
+    counts = [0] * len(lines)
+    if busy:
+        for number, count in zip(busy, split(micro_batches, [templates[number] for number in busy]), strict=True):
+            counts[number] = count
+    ends = [sum(counts[: number + 1]) for number in range(len(lines))]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
-    Who is left over waits, unless there are too few copies of the layers: those are worth more than equal stages.
+
+def _by_workers(lines: tuple[PlacedPipeline, ...], micro_batches: int) -> list[range]:
+    """Without knowing better: a pipeline of twice the workers is twice as fast."""
+    each = shares(micro_batches, sum(len(line.ranks) for line in lines))
+    first = list(itertools.accumulate((len(line.ranks) for line in lines), initial=0))
+    return [range(each[a].start, each[b - 1].stop) for a, b in itertools.pairwise(first)]
+
+
+def side_by_side(layers: int, size: int, *, reason: str = "") -> Layout:
+    """Data parallelism: every worker is a pipeline of its own.
+
+    >>> [line.ranks for line in side_by_side(10, 3).lines]
+    [(0,), (1,), (2,)]
     """
-    cut = best_merge(fixed, len(job.crew), job.profile)
-    assert cut is not None, "there are enough workers"
-    roles, number = _roles(cut), len(job.crew) // (len(cut) - 1)
-    over = len(job.crew) % len(roles)
-    short = best_merge(fixed, over, job.profile) if over and number <= job.tolerate else None
-    rest = () if short is None else _roles(short)
-    placed = place(roles * number + rest, job.crew, job.held, [_layer(size) for size in job.sizes])
-    ranks = [job.ranks[worker] for worker in placed.nodes]
-    groups = sorted(tuple(ranks[first : first + len(roles)]) for first in range(0, number * len(roles), len(roles)))
-    template = None if rest else _template(job, fixed, cut)
-    lines = [Line(ranks=group, layers=roles, template=template) for group in groups]
-    if rest:
-        lines.append(Line(ranks=tuple(ranks[number * len(roles) :]), layers=rest))
-    return tuple(lines), _words_of(fixed, roles, rest, number, len(placed.spares))
-
-
-def _roles(cut: Bounds) -> tuple[range, ...]:
-    return tuple(range(first, stop) for first, stop in itertools.pairwise(cut))
-
-
-def _template(job: _Job, fixed: Bounds, cut: Bounds) -> Template | None:
-    """How long such a pipeline takes, if that is known."""
-    if job.profile is None or cut != fixed or len(cut) <= 2:
-        return None
-    template = stock_of(job.profile).template(len(cut) - 1)
-    return template if template is not None and template.roles == _roles(cut) else None
-
-
-def _words_of(fixed: Bounds, roles: tuple[range, ...], rest: tuple[range, ...], number: int, spares: int) -> list[str]:
-    if len(roles) == len(fixed) - 1 == 1:
-        return [ALONE]
-    words = [f"{count(number, 'pipeline')} of {count(len(roles), 'worker')}"]
-    if len(roles) < len(fixed) - 1:
-        words.append(f"{count(len(fixed) - 1, 'stage')} merged into {len(roles)}: there are no more workers")
-    if rest:
-        words.append(f"{count(len(rest), 'worker')} left over with stages merged: for a copy of every layer")
-    if spares:
-        words.append(f"{count(spares, 'worker')} left over: a pipeline takes {len(roles)}")
-    return words
-
-
-def _layer(size: int) -> LayerCost:
-    nothing = {"output_bytes": 0, "output_gradient_bytes": 0, "trainable_bytes": 0, "slot_bytes": 0, "saved_bytes": 0}
-    return LayerCost(name="", forward=0.0, backward=0.0, weight_bytes=size, **nothing)
-
-
-def _planned(job: _Job) -> tuple[tuple[Line, ...], list[str]]:
-    """The planner's pipelines."""
-    stock = _stock(job.profile)
-    survived = min(job.tolerate, len(job.crew) // stock.minimum - 1)
-    templates = stock.templates(len(job.crew), tolerate=survived)
-    # With fewer micro-batches than pipelines, some hold copies and compute nothing: losses are survived all the same.
-    shared = max(job.micro_batches, survived + 1)
-    workers = job.crew if any(job.held.values()) else job.crew[: _usable(templates, len(job.crew), shared)]
-    plan = make_plan(templates, workers, micro_batches=shared, held=job.held, slack=SLACK)
-    assert isinstance(plan, Plan), "there are enough workers"
-    lines = tuple(
-        Line(
-            ranks=tuple(job.ranks[worker] for worker in pipeline.nodes),
-            layers=pipeline.template.roles,
-            template=pipeline.template,
-        )
-        for pipeline in plan.pipelines
+    return Layout(
+        lines=tuple(PlacedPipeline(ranks=(rank,), layers=(range(layers),)) for rank in range(size)),
+        size=size,
+        layers=layers,
+        tolerate=size - 1,
+        minimum=1,
+        reason=reason or ALONE,
     )
-    shape = Counter(len(line.ranks) for line in lines)
-    words = [" + ".join(f"{count(number, 'pipeline')} of {count(size, 'worker')}" for size, number in shape.items())]
-    over = len(job.crew) - sum(len(line.ranks) for line in lines)
-    if over:
-        why = "the step has no more micro-batches" if len(lines) >= job.micro_batches else templates.reason
-        words.append(f"{count(over, 'worker')} left over: {why}")
-    return lines, words
-
-
-def _usable(templates: Templates, workers: int, micro_batches: int) -> int:
-    """The most workers whose pipelines get a micro-batch each; at a fresh start the planner would refuse more."""
-    for used in range(workers, templates.needed, -1):
-        demand = Demand(nodes=used, fewest=templates.tolerate + 1, micro_batches=micro_batches)
-        fewest = fewest_pipelines(demand, list(templates.by_nodes))
-        if fewest is not None and fewest <= micro_batches:
-            return used
-    return templates.needed
-
-
-def _concessions(job: _Job, lines: int, leaving: Collection[str]) -> list[str]:
-    """What is not as it was wished, in words."""
-    words = []
-    asked = [worker for worker in job.crew if worker in leaving]
-    if asked:
-        words.append(f"{', '.join(asked)} cannot leave yet: the others are too few to hold the model")
-    if lines - 1 < job.tolerate:
-        words.append(f"survives the loss of {lines - 1}, not {job.tolerate}: more workers would")
-    if job.micro_batches < lines:
-        words.append(f"{count(lines - job.micro_batches, 'pipeline')} without a micro-batch")
-    return words

@@ -10,7 +10,7 @@ from itertools import combinations, islice
 from math import comb, factorial, inf, prod
 
 from holdfast.plan.place import natural
-from holdfast.plan.planner import Node, Plan, Shortage, make_plan
+from holdfast.plan.planner import NodeName, PipelinePlan, Shortage, make_plan
 from holdfast.plan.template import Templates
 
 LISTED = 20_000  # ways to hit a pipeline; of more only some are looked at
@@ -36,13 +36,13 @@ Hits = tuple[Hit, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class LossCase:
     """Losses that differ only in which of several equal pipelines they hit, and what is done after any of them."""
 
     hits: Hits
     alike: int  # sets of nodes whose loss is this case
-    lost: tuple[Node, ...]  # one of them
-    after: Plan | Shortage
+    lost: tuple[NodeName, ...]  # one of them
+    after: PipelinePlan | Shortage
 
     @property
     def badness(self) -> tuple[int, float, int]:
@@ -53,15 +53,15 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class LossesAtOnce:
     """So many nodes lost at once: the cases, the worst first."""
 
     count: int
-    cases: tuple[Case, ...]
+    cases: tuple[LossCase, ...]
     complete: bool  # else there are more cases than were looked at
 
     @property
-    def worst(self) -> Case:
+    def worst(self) -> LossCase:
         return self.cases[0]
 
 
@@ -70,18 +70,18 @@ class Fewer:
     """So many nodes are left, after one more was lost; ``after`` is what is done after the worst such loss."""
 
     nodes: int
-    after: Plan | Shortage
+    after: PipelinePlan | Shortage
     complete: bool  # else some losses were not looked at
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    losses: tuple[Losses, ...]  # of 1, 2, ... nodes at once, as many as are tolerated
+    losses: tuple[LossesAtOnce, ...]  # of 1, 2, ... nodes at once, as many as are tolerated
     fewer: tuple[Fewer, ...]  # and with fewer nodes; the last one stops the training
-    join: Plan | Shortage  # one node more
+    join: PipelinePlan | Shortage  # one node more
 
 
-def look_ahead(templates: Templates, plan: Plan, *, slack: float = 0.0) -> Outlook:
+def look_ahead(templates: Templates, plan: PipelinePlan, *, slack: float = 0.0) -> Outlook:
     """What happens after each kind of loss up to ``tolerate`` at once, then down to the minimum, and after a join.
 
     ``slack`` is that of ``make_plan``.
@@ -100,7 +100,7 @@ def look_ahead(templates: Templates, plan: Plan, *, slack: float = 0.0) -> Outlo
     )
 
 
-def names(plan: Plan) -> list[Node]:
+def names(plan: PipelinePlan) -> list[NodeName]:
     """All nodes of a plan, in the order of their names."""
     return sorted(
         [*(node for pipeline in plan.pipelines for node in pipeline.nodes), *plan.spares],
@@ -126,7 +126,7 @@ def sizes_down(templates: Templates, nodes: int) -> list[int]:
     return sorted({highest - (highest - lowest) * step // max(steps, 1) for step in range(steps + 1)}, reverse=True)
 
 
-def _fewer(templates: Templates, plan: Plan, left: int, *, most: int, slack: float) -> Fewer:
+def _fewer(templates: Templates, plan: PipelinePlan, left: int, *, most: int, slack: float) -> Fewer:
     before = make_plan(templates, names(plan)[: left + 1], micro_batches=plan.micro_batches)
     if isinstance(before, Shortage):
         return Fewer(nodes=left, after=before, complete=True)
@@ -134,7 +134,9 @@ def _fewer(templates: Templates, plan: Plan, left: int, *, most: int, slack: flo
     return Fewer(nodes=left, after=losses.worst.after, complete=losses.complete)
 
 
-def after_losses(templates: Templates, plan: Plan, count: int, *, most: int, slack: float = 0.0) -> Losses:
+def after_losses(
+    templates: Templates, plan: PipelinePlan, count: int, *, most: int, slack: float = 0.0
+) -> LossesAtOnce:
     """Each case of losing ``count`` nodes at once; if there are more than ``most``, the nastiest and some others."""
     groups = groups_of(plan)
     found = list(islice(_all_hits(groups, count), most + 1)) if _few_hits(groups, count) else []
@@ -147,16 +149,18 @@ def after_losses(templates: Templates, plan: Plan, count: int, *, most: int, sla
         lost = example(groups, hits)
         left = [node for node in nodes if node not in lost]
         after = make_plan(templates, left, micro_batches=plan.micro_batches, held=held, slack=slack)
-        cases.append(Case(hits=hits, alike=ways(groups, hits), lost=lost, after=after))
-    return Losses(count=count, cases=tuple(sorted(cases, key=lambda c: c.badness, reverse=True)), complete=complete)
+        cases.append(LossCase(hits=hits, alike=ways(groups, hits), lost=lost, after=after))
+    return LossesAtOnce(
+        count=count, cases=tuple(sorted(cases, key=lambda c: c.badness, reverse=True)), complete=complete
+    )
 
 
 # --- which losses there are -----------------------------------------------------------------------
 
-Groups = dict[Shape, list[tuple[Node, ...]]]
+Groups = dict[Shape, list[tuple[NodeName, ...]]]
 
 
-def groups_of(plan: Plan) -> Groups:
+def groups_of(plan: PipelinePlan) -> Groups:
     """The nodes of pipelines that are alike, together; spare nodes each for itself."""
     groups: Groups = {}
     for pipeline in plan.pipelines:
@@ -192,9 +196,9 @@ def _all_hits(groups: Groups, count: int) -> Iterator[Hits]:
     return choose(0, count, Counter({shape: len(group) for shape, group in groups.items()}))
 
 
-def _some_hits(everyone: Sequence[Node], groups: Groups, count: int, most: int) -> list[Hits]:
+def _some_hits(everyone: Sequence[NodeName], groups: Groups, count: int, most: int) -> list[Hits]:
     """Neighbours in one pipeline, one position in several pipelines, and then any nodes."""
-    nasty: list[Sequence[Node]] = []
+    nasty: list[Sequence[NodeName]] = []
     for group in groups.values():
         nodes = len(group[0])
         for first in sorted({0, nodes // 2, max(nodes - count, 0)}):
@@ -209,7 +213,7 @@ def _some_hits(everyone: Sequence[Node], groups: Groups, count: int, most: int) 
     return list(found)[:most]
 
 
-def hits_of(groups: Groups, lost: Collection[Node]) -> Hits:
+def hits_of(groups: Groups, lost: Collection[NodeName]) -> Hits:
     """Which positions of which kinds of pipelines these nodes are."""
     hits = []
     for shape, group in groups.items():
@@ -219,7 +223,7 @@ def hits_of(groups: Groups, lost: Collection[Node]) -> Hits:
     return tuple(sorted(hits))
 
 
-def example(groups: Groups, hits: Hits) -> tuple[Node, ...]:
+def example(groups: Groups, hits: Hits) -> tuple[NodeName, ...]:
     """Nodes whose loss is this one: equal pipelines are taken in their order."""
     free = {shape: iter(group) for shape, group in groups.items()}
     chosen = [(next(free[hit.shape]), hit) for hit in hits]

@@ -11,20 +11,20 @@ import numpy as np
 from holdfast.plan.profile import LayerCost
 from holdfast.plan.timeline import Vector
 
-Node = str
+NodeName = str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The node of each place, what they have to be sent in all, and who is left over."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeName, ...]
     moved_bytes: int
-    spares: tuple[Node, ...]
+    spares: tuple[NodeName, ...]
 
 
 def place(
-    places: Sequence[range], nodes: Sequence[Node], held: Mapping[Node, range], layers: Sequence[LayerCost]
+    places: Sequence[range], nodes: Sequence[NodeName], held: Mapping[NodeName, range], layers: Sequence[LayerCost]
 ) -> Placement:
     """Each place holds a range of layers; a node that takes it is sent those that it does not hold yet.
 
@@ -38,9 +38,9 @@ def place(
     Placement(nodes=('c', 'b'), moved_bytes=3, spares=('a',))
     """
     sums = np.concatenate([[0], np.cumsum([layer.state_bytes for layer in layers])])
-    taken: dict[int, Node] = {}
+    taken: dict[int, NodeName] = {}
     left = sorted(nodes, key=lambda node: (natural(node), node))
-    waiting: defaultdict[range, list[Node]] = defaultdict(list)
+    waiting: defaultdict[range, list[NodeName]] = defaultdict(list)
     for node in reversed(left):
         waiting[held.get(node, range(0))].append(node)
     for number, wanted in enumerate(places):
@@ -91,7 +91,7 @@ def _assign(cost: Vector) -> tuple[Vector, Vector]:
     return rows, columns
 
 
-def natural(node: Node) -> tuple[tuple[int, int | str], ...]:
+def natural(node: NodeName) -> tuple[tuple[int, int | str], ...]:
     """For sorting names as people do.
 
     >>> sorted(["n10", "n9", "n1"], key=natural)

@@ -12,8 +12,8 @@ from itertools import islice
 
 from holdfast.errors import UsageError
 from holdfast.plan.batch import split
-from holdfast.plan.compose import Composition, Demand, Menu, equals, fastest, fewest_pipelines
-from holdfast.plan.place import Node as Node
+from holdfast.plan.pipeline_counts import Composition, Demand, Menu, equals, fastest, fewest_pipelines
+from holdfast.plan.place import NodeName as NodeName
 from holdfast.plan.place import Placement, place
 from holdfast.plan.sizes import what_it_takes
 from holdfast.plan.template import Template, Templates
@@ -28,7 +28,7 @@ class Pipeline:
     """Nodes in the order of the template's, and the micro-batches that they compute in a step."""
 
     template: Template
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeName, ...]
     micro_batches: int
     alone: bool = False  # no other pipeline to sum gradients with
 
@@ -38,14 +38,14 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PipelinePlan:
     """Who does what. ``moved_bytes`` is what nodes have to be sent of layers that they do not hold yet."""
 
     pipelines: tuple[Pipeline, ...]
     tolerate: int
     micro_batches: int
     moved_bytes: int
-    spares: tuple[Node, ...]  # nodes without a place: too few layers, or too little memory for longer pipelines
+    spares: tuple[NodeName, ...]  # nodes without a place: too few layers, or too little memory for longer pipelines
     lost: tuple[int, ...]  # layers that nobody holds any more: they come from a log or a checkpoint
     reason: str
 
@@ -54,7 +54,7 @@ class Plan:
         """A step takes as long as its slowest pipeline."""
         return max(pipeline.seconds for pipeline in self.pipelines)
 
-    def held(self) -> dict[Node, range]:
+    def held(self) -> dict[NodeName, range]:
         """The layers of each node."""
         return {
             node: layers
@@ -62,7 +62,7 @@ class Plan:
             for node, layers in zip(pipeline.nodes, pipeline.template.roles, strict=True)
         }
 
-    def holders(self, layer: int) -> list[Node]:
+    def holders(self, layer: int) -> list[NodeName]:
         """The nodes that hold a layer: more than ``tolerate``."""
         return [node for node, layers in self.held().items() if layer in layers]
 
@@ -79,12 +79,12 @@ class Shortage:
 
 def make_plan(
     templates: Templates,
-    nodes: Sequence[Node],
+    nodes: Sequence[NodeName],
     *,
     micro_batches: int,
-    held: Mapping[Node, range] | None = None,
+    held: Mapping[NodeName, range] | None = None,
     slack: float = 0.0,
-) -> Plan | Shortage:
+) -> PipelinePlan | Shortage:
     """The fastest plan for these nodes; among equally fast ones that which moves the fewest bytes.
 
     ``held`` are the layers that nodes hold now; nodes that are not in it have nothing yet. With ``slack``
@@ -128,7 +128,7 @@ def make_plan(
     )
     kept = {layer for layers in known.values() for layer in layers}
     lost = [layer for layer in range(len(templates.profile.layers)) if running and layer not in kept]
-    return Plan(
+    return PipelinePlan(
         pipelines=pipelines,
         tolerate=templates.tolerate,
         micro_batches=micro_batches,
@@ -174,8 +174,8 @@ def _demand(templates: Templates, nodes: int, micro_batches: int, *, running: bo
 def _place(
     templates: Templates,
     menu: Menu,
-    nodes: Sequence[Node],
-    held: Mapping[Node, range],
+    nodes: Sequence[NodeName],
+    held: Mapping[NodeName, range],
     demand: Demand,
     seconds: float,
     found: Composition,
@@ -200,7 +200,7 @@ def _places(templates: Templates, composition: Composition) -> list[range]:
     return [layers for size, count in composition.items() for layers in templates.by_nodes[size].roles * count]
 
 
-def _intact(templates: Templates, held: Mapping[Node, range]) -> Composition:
+def _intact(templates: Templates, held: Mapping[NodeName, range]) -> Composition:
     """How many whole pipelines of each size the nodes still form."""
     there = Counter(held.values())
     whole = {size: min(there[role] for role in template.roles) for size, template in templates.by_nodes.items()}
@@ -228,7 +228,7 @@ def _reason(
     return "; ".join(words)
 
 
-def _some(nodes: Sequence[Node]) -> str:
+def _some(nodes: Sequence[NodeName]) -> str:
     return ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from holdfast.errors import UsageError
-from holdfast.plan.costs import Chain, Costs
+from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.words import count, size_text
 
 PER_DEVICE = 4  # micro-batches for each device while planning: a usual share, as the paper has it
 
 
-def chains(costs: Costs, nodes: int, devices: int) -> list[Chain]:
+def chains(costs: StageCosts, nodes: int, devices: int) -> list[Chain]:
     """The ways to use a pipeline's devices for which there is the memory: one chain, or several lanes side by side.
 
     >>> from holdfast.plan.profile import uniform
-    >>> [(chain.lanes, chain.stages) for chain in chains(Costs(uniform(6)), 2, 4)]
+    >>> [(chain.lanes, chain.stages) for chain in chains(StageCosts(uniform(6)), 2, 4)]
     [(2, 4), (4, 2)]
     """
     shapes = [
@@ -29,7 +29,7 @@ def chains(costs: Costs, nodes: int, devices: int) -> list[Chain]:
     return [chain for chain in shapes if costs.fits(chain)]
 
 
-def fewest_nodes(costs: Costs, devices: int, minimum: int | None) -> int:
+def fewest_nodes(costs: StageCosts, devices: int, minimum: int | None) -> int:
     """n0: the smallest pipeline whose stages fit their devices, or what the user asks for."""
     if minimum is not None and minimum > costs.count:
         raise UsageError(
@@ -53,7 +53,7 @@ def fewest_nodes(costs: Costs, devices: int, minimum: int | None) -> int:
     return fewest
 
 
-def _check_layers(costs: Costs) -> None:
+def _check_layers(costs: StageCosts) -> None:
     """A layer that fits nowhere alone makes every search pointless."""
     memory = costs.profile.memory
     layer = max(costs.profile.layers, key=lambda layer: layer.resident_bytes + layer.saved_bytes)

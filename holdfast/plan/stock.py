@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from holdfast.plan.costs import Costs
 from holdfast.plan.profile import LayerCost, Link, Profile
 from holdfast.plan.sizes import chains, fewest_nodes
+from holdfast.plan.stage_costs import StageCosts
 from holdfast.plan.template import Template, Templates, make_templates
 from holdfast.words import count
 
@@ -26,7 +26,7 @@ class Stock:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.costs = Costs(profile)
+        self.costs = StageCosts(profile)
         self.minimum = fewest_nodes(self.costs, 1, None)
         self._made: dict[int, Template | None] = {}
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import UsageError
-from holdfast.plan.costs import Chain, Costs
-from holdfast.plan.cut import EFFORT, TINY, Bounds, Cut, best_cut
 from holdfast.plan.profile import Profile
 from holdfast.plan.sizes import PER_DEVICE as PER_DEVICE
 from holdfast.plan.sizes import chains, fewest_nodes, what_it_takes, what_would_help
+from holdfast.plan.stage_costs import Chain, StageCosts
+from holdfast.plan.stage_cut import EFFORT, TINY, LowerBounds, StageCut, best_cut
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
 from holdfast.words import count
 
@@ -31,7 +31,7 @@ PLENTY = 10**9  # micro-batches in a lane; whoever has time for more has time fo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class TemplateStage:
     """Layers [first, stop) on one device of the pipeline's node number ``node``, in every lane."""
 
     first: int
@@ -73,7 +73,7 @@ class Template:
     nodes: int
     devices: int
     lanes: int
-    stages: tuple[Stage, ...]
+    stages: tuple[TemplateStage, ...]
     gap: float
     reason: str = field(compare=False)
 
@@ -162,7 +162,7 @@ def make_templates(
         raise UsageError(f"{nodes} nodes of {devices} devices, tolerating {tolerate}: these cannot be negative or zero")
     if profile.memory is not None and profile.memory <= 0:
         raise UsageError(f"a device with {profile.memory} bytes of memory cannot hold a layer")
-    costs = Costs(profile)
+    costs = StageCosts(profile)
     fewest = fewest_nodes(costs, devices, minimum)
     needed = (tolerate + 1) * fewest
     if nodes < needed:
@@ -184,7 +184,7 @@ def make_templates(
     )
 
 
-def _reason(costs: Costs, found: dict[int, Template], wanted: int) -> str:
+def _reason(costs: StageCosts, found: dict[int, Template], wanted: int) -> str:
     """Which sizes there are, and why not all from the smallest to the wanted largest."""
     sizes = f"{min(found)} to {max(found)} nodes" if len(found) > 1 else count(min(found), "node")
     words = f"a pipeline takes {sizes}"
@@ -197,12 +197,13 @@ def _reason(costs: Costs, found: dict[int, Template], wanted: int) -> str:
     return words
 
 
-def _template(costs: Costs, nodes: int, devices: int) -> Template | None:
+def _template(costs: StageCosts, nodes: int, devices: int) -> Template | None:
     """The fastest of all ways to use the devices; the search's effort is shared among them."""
     bounds = sorted(
-        (Bounds(costs, chain) for chain in chains(costs, nodes, devices)), key=lambda one: (one.least, one.chain.lanes)
+        (LowerBounds(costs, chain) for chain in chains(costs, nodes, devices)),
+        key=lambda one: (one.least, one.chain.lanes),
     )
-    best: tuple[Cut, Chain] | None = None
+    best: tuple[StageCut, Chain] | None = None
     effort, least = EFFORT, np.inf
     for one in bounds:
         rival = np.inf if best is None else best[0].seconds
@@ -220,11 +221,11 @@ def _template(costs: Costs, nodes: int, devices: int) -> Template | None:
     return _describe(costs, nodes, devices, *best, gap=gap if gap > CLOSE else 0.0)
 
 
-def _describe(costs: Costs, nodes: int, devices: int, cut: Cut, chain: Chain, *, gap: float) -> Template:
+def _describe(costs: StageCosts, nodes: int, devices: int, cut: StageCut, chain: Chain, *, gap: float) -> Template:
     bounds, times = cut.bounds, costs.times(chain, cut.bounds)
     update, exchange = costs.after(chain, np.array(bounds[:-1]), np.array(bounds[1:]))
     stages = tuple(
-        Stage(
+        TemplateStage(
             first=bounds[number],
             stop=bounds[number + 1],
             node=number // chain.per_node,

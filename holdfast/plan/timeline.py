@@ -9,14 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.plan.schedule import Kind, one_forward_one_backward
-
 Vector = NDArray[Any]
+Kind = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Op:
+    kind: Kind
+    micro_batch: int
+
+
+def one_forward_one_backward(*, stage: int, stages: int, micro_batches: int) -> list[Op]:
+    """Enough forwards to fill the stages behind, then one forward and one backward in turn, then the rest.
+
+    A stage has as many micro-batches under way as there are stages from it to the end, never more.
+
+    >>> [f"{op.kind[0]}{op.micro_batch}" for op in one_forward_one_backward(stage=0, stages=2, micro_batches=3)]
+    ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
+    """
+    ahead = min(stages - stage - 1, micro_batches)
+    ops = [Op("forward", number) for number in range(ahead)]
+    for number in range(micro_batches):
+        if number + ahead < micro_batches:
+            ops.append(Op("forward", number + ahead))
+        ops.append(Op("backward", number))
+    return ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +56,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TimedOperation:
     """One operation on a worker's time line: computing until ``computed``, sending until ``end``."""
 
     stage: int
@@ -45,7 +67,7 @@ class Span:
     end: float
 
 
-def simulate(stages: Sequence[StageTimes], micro_batches: int) -> list[Span]:
+def simulate(stages: Sequence[StageTimes], micro_batches: int) -> list[TimedOperation]:
     """Every operation of a step, exactly: each begins when its worker is free and its input is there.
 
     >>> stage = StageTimes(forward=1.0, backward=2.0)
@@ -59,7 +81,7 @@ def simulate(stages: Sequence[StageTimes], micro_batches: int) -> list[Span]:
     done: dict[tuple[Kind, int, int], float] = {}
     free = [0.0] * len(stages)
     position = [0] * len(stages)
-    spans: list[Span] = []
+    spans: list[TimedOperation] = []
     moved = True
     while moved:
         moved = False
@@ -79,11 +101,11 @@ def simulate(stages: Sequence[StageTimes], micro_batches: int) -> list[Span]:
     return spans
 
 
-def _span(times: StageTimes, stage: int, kind: Kind, micro_batch: int, start: float) -> Span:
+def _span(times: StageTimes, stage: int, kind: Kind, micro_batch: int, start: float) -> TimedOperation:
     forward = kind == "forward"
     computed = start + (times.forward if forward else times.backward)
     end = computed + (times.send_forward if forward else times.send_backward)
-    return Span(stage=stage, kind=kind, micro_batch=micro_batch, start=start, computed=computed, end=end)
+    return TimedOperation(stage=stage, kind=kind, micro_batch=micro_batch, start=start, computed=computed, end=end)
 
 
 def makespan(stages: Sequence[StageTimes], micro_batches: int) -> float:

@@ -21,8 +21,9 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.profile.quick import quick_link, quick_profile
 from holdfast.engine.state import State
 from holdfast.errors import HoldfastError, TooFewWorkers
-from holdfast.plan.layout import Layout, lay_out
-from holdfast.plan.logging import choose_boundaries
+from holdfast.plan.lay_out import lay_out
+from holdfast.plan.layout import Layout
+from holdfast.plan.log_choice import choose_boundaries
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Link, Profile
 from holdfast.recovery.copy import Traffic, carry_out, moves, tell

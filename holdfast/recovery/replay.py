@@ -25,11 +25,11 @@ from holdfast.engine.rng import undisturbed_generators
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
 from holdfast.errors import Broken
-from holdfast.log.log import Damaged, Log
-from holdfast.log.record import Key
-from holdfast.plan.records import Holding
-from holdfast.plan.replay import Impossible, Replay, Situation, Sources, needed, plan_replay
-from holdfast.plan.shares import shares
+from holdfast.log.log import Log
+from holdfast.log.spill import Damaged
+from holdfast.plan.batch import shares
+from holdfast.plan.log_records import HeldRecords, Key
+from holdfast.plan.replay_plan import Impossible, Replay, Situation, Sources, needed, plan_replay
 from holdfast.recovery.copy import pass_on
 from holdfast.recovery.resume import Resumer
 from holdfast.run.reports import GroupRanks
@@ -53,14 +53,14 @@ class Replayer:
         """How many share the work: all; benches ask what one alone would take."""
         return min(size, int(os.environ.get("HOLDFAST_REPLAYERS", size)))
 
-    def plan(self, group: Group, lost: Collection[int]) -> tuple[Replay, list[list[Holding]]]:
+    def plan(self, group: Group, lost: Collection[int]) -> tuple[Replay, list[list[HeldRecords]]]:
         """What has to be computed again for these layers, and who has the records. ``Broken`` if that is impossible."""
         ranks = GroupRanks(group, self._engine.model.device)
         step = int(self._state.progress["step"])
         checkpoints = self._resumer.steps() if group.rank == 0 else []  # others may see them later
         mine = [checkpoints, [held.to_json() for held in self.log.holdings(step)]]
         said = [json.loads(text) for text in ranks.exchange(json.dumps(mine).encode())]
-        holdings = [[Holding.from_json(held) for held in each] for _, each in said]
+        holdings = [[HeldRecords.from_json(held) for held in each] for _, each in said]
         situation = Situation(
             layers=len(self._engine.model.layers),
             lost=lost,
@@ -75,7 +75,7 @@ class Replayer:
             raise self.useless(found.reason)
         return found, holdings
 
-    def carry_out(self, group: Group, replay: Replay, holdings: Sequence[Sequence[Holding]]) -> None:
+    def carry_out(self, group: Group, replay: Replay, holdings: Sequence[Sequence[HeldRecords]]) -> None:
         """Every member calls this; the first ``workers`` have memory for the layers, and hold them afterwards."""
         begin, settings = time.monotonic(), self._engine.update.settings()
         if group.rank == 0:
@@ -138,7 +138,7 @@ class Replayer:
         heard = pass_on(group, value, sender=tellers[0], listeners=listeners, device=device)
         return [Terms(**terms) for terms in heard]
 
-    def _compute(self, group: Group, replay: Replay, holdings: Sequence[Sequence[Holding]]) -> tuple[int, int]:
+    def _compute(self, group: Group, replay: Replay, holdings: Sequence[Sequence[HeldRecords]]) -> tuple[int, int]:
         """Returns how many records this worker has sent, and their bytes."""
         terms = self._terms(group, replay)
         workers, order, model = self.workers(group.size), self._engine.order, self._engine.model

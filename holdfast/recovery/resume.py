@@ -22,7 +22,7 @@ from holdfast.checkpoint.ranks import Alone, Ranks, together
 from holdfast.cluster.events import Events
 from holdfast.engine.state import State, nothing
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
-from holdfast.plan import interval
+from holdfast.plan import save_interval
 
 
 class Unfit(HoldfastError):
@@ -49,7 +49,7 @@ class Settings:
     @property
     def first(self) -> int:
         """Steps from a start to the first checkpoint."""
-        return interval.FIRST if self.every == "auto" else self.every
+        return save_interval.FIRST if self.every == "auto" else self.every
 
 
 class Resumer:

@@ -25,7 +25,7 @@ from holdfast.commit.cohort import Cohort, Kind, Operation
 from holdfast.engine.state import State
 from holdfast.errors import Broken, CheckpointError, HoldfastError
 from holdfast.log.log import Log
-from holdfast.plan import interval
+from holdfast.plan import save_interval
 from holdfast.recovery.resume import Resumer
 from holdfast.recovery.resume import Settings as Settings
 from holdfast.run.reports import GroupRanks, collect, post
@@ -48,7 +48,7 @@ class Saver(Resumer):
         super().__init__(settings, state, events)
         self._log = log
         self._taken: list[int] = []  # checkpoints that may be durable by now, and let go of what was logged before them
-        self.costs = interval.Costs()
+        self.costs = save_interval.SaveCosts()
         self._born = time.monotonic()
         self._staged = Staged()
         self._members: list[str] = []  # who writes the snapshot that is staged
@@ -165,10 +165,10 @@ class Saver(Resumer):
             return float(self.settings.every)
         step_seconds, lost_seconds = self.costs.step_seconds, self.costs.lost_seconds
         if step_seconds is None or lost_seconds is None:
-            return float(interval.FIRST)
+            return float(save_interval.FIRST)
         resumed = self._state.progress.get("resumed", 0)
         between = self._seconds() / resumed if resumed else None
-        chosen = interval.choose(step_seconds=step_seconds, lost_seconds=lost_seconds, between_failures=between)
+        chosen = save_interval.choose(step_seconds=step_seconds, lost_seconds=lost_seconds, between_failures=between)
         self._events.write("interval", steps=chosen.steps, reason=chosen.reason)
         return float(chosen.steps)
 

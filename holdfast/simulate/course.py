@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from holdfast.simulate.trace import Change, Trace
+from holdfast.simulate.trace import NodeChange, Trace
 
 TINY = 1e-9  # seconds: what rounding may leave of a step
 
@@ -36,7 +36,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class NodeArrangement:
     """What runs on the nodes: how fast, on how many of them, and what its system has to remember."""
 
     samples_per_s: float
@@ -64,14 +64,14 @@ class Reaction:
     it goes on as ``meanwhile`` to the next boundary. Then it pauses, and goes on as ``then``; None: no pause.
     """
 
-    then: Layout | None
+    then: NodeArrangement | None
     pause: float = 0.0
     at_boundary: bool = False
-    meanwhile: Layout | None = None
+    meanwhile: NodeArrangement | None = None
     why: str = ""
 
 
-class Rules(Protocol):
+class SystemRules(Protocol):
     """A system: pure decisions, no clock. The course keeps the time."""
 
     @property
@@ -86,16 +86,16 @@ class Rules(Protocol):
     def creation(self) -> float:
         """Seconds until a node that is added is up."""
 
-    def begin(self, moment: Moment) -> Layout: ...
-    def lose(self, layout: Layout, moment: Moment) -> Reaction: ...
-    def join(self, layout: Layout, moment: Moment) -> Reaction: ...
+    def begin(self, moment: Moment) -> NodeArrangement: ...
+    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction: ...
+    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction: ...
 
 
-def follow(trace: Trace, rules: Rules, draws: Sequence[float] = ()) -> list[Segment]:
+def follow(trace: Trace, rules: SystemRules, draws: Sequence[float] = ()) -> list[Segment]:
     """The segments of a system along a trace, without a gap from its start to its end.
 
     >>> from holdfast.simulate.systems.rearranging import oobleck
-    >>> from holdfast.simulate.tables import example
+    >>> from holdfast.simulate.measured_tables import example
     >>> from holdfast.simulate.trace import parse_trace
     >>> lines = [f"0,add,n{i}" for i in range(4)] + ["98000,remove,n0", "200000,remove,n1"]
     >>> for segment in follow(parse_trace("\\n".join(lines), name="t"), oobleck(example())):
@@ -115,16 +115,16 @@ def follow(trace: Trace, rules: Rules, draws: Sequence[float] = ()) -> list[Segm
     return course.segments
 
 
-def _times(trace: Trace, creation: float) -> dict[float, Change]:
+def _times(trace: Trace, creation: float) -> dict[float, NodeChange]:
     """When the trace changes, or nodes that it added are up."""
     changes = {change.time: change for change in trace.changes}
     up = {change.time + creation for change in trace.changes if change.added}
     times = sorted(time for time in changes.keys() | up if time < trace.end)
-    return {time: changes.get(time, Change(time=time)) for time in times}
+    return {time: changes.get(time, NodeChange(time=time)) for time in times}
 
 
 class _Course:
-    def __init__(self, trace: Trace, rules: Rules, draws: Sequence[float]) -> None:
+    def __init__(self, trace: Trace, rules: SystemRules, draws: Sequence[float]) -> None:
         self.rules = rules
         self.now = trace.start
         self.there = len(trace.nodes)  # up or coming up
@@ -239,7 +239,7 @@ class _Course:
             self.segments.append(replace(part, samples_per_s=0.0, used=0, lost=part.lost + part.used, why=why))
         self.since, self.phase = [], 0.0
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: NodeChange) -> None:
         """Nodes are lost, ordered, up."""
         self.there += len(change.added) - len(change.lost)
         lost = tuple(node for node in change.lost if node in self.live)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.simulate.course import Rules, Segment, follow
+from holdfast.simulate.course import Segment, SystemRules, follow
+from holdfast.simulate.measured_tables import ModelFacts, Speeds
 from holdfast.simulate.placements import draws, mean
 from holdfast.simulate.systems.bamboo import Bamboo
 from holdfast.simulate.systems.rearranging import (
@@ -22,7 +23,6 @@ from holdfast.simulate.systems.rearranging import (
     varuna,
 )
 from holdfast.simulate.systems.recycle import ReCycle
-from holdfast.simulate.tables import Facts, Speeds
 from holdfast.simulate.trace import Trace
 from holdfast.words import count
 
@@ -36,7 +36,7 @@ class Setting:
     """What all systems are put through. ``arrange``: our planner's plans; None: all by table."""
 
     trace: Trace
-    facts: Facts
+    facts: ModelFacts
     recovery: float = 0.0  # holdfast's, seconds
     bandwidth: float = math.inf  # bytes per second of a node's link
     arrange: Arrange | None = None
@@ -50,7 +50,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SystemOutcome:
     """What a system made of a trace; hours are GPU-hours. Without segments: it cannot run, for this reason."""
 
     system: str
@@ -88,7 +88,7 @@ class Outcome:
 
         >>> half = Segment(start=0, end=30, samples_per_s=4.0, used=1, idle=0, lost=0, why="training")
         >>> rest = Segment(start=30, end=40, samples_per_s=0.0, used=0, idle=0, lost=1, why="restarting")
-        >>> Outcome(system="x", segments=[half, rest]).over_time(2)
+        >>> SystemOutcome(system="x", segments=[half, rest]).over_time(2)
         [4.0, 2.0]
         """
         start = self.segments[0].start
@@ -131,7 +131,7 @@ restart, ideal)
     return names
 
 
-def make_rules(system: str, setting: Setting) -> Rules:
+def make_rules(system: str, setting: Setting) -> SystemRules:
     """A system's rules, for this model and trace."""
     facts = setting.facts
     if system == "holdfast":
@@ -156,7 +156,7 @@ def make_rules(system: str, setting: Setting) -> Rules:
     return varuna(facts) if system == "varuna" else ideal(_best(facts))
 
 
-def _recycle(facts: Facts) -> ReCycle:
+def _recycle(facts: ModelFacts) -> ReCycle:
     return ReCycle(
         speeds=known(facts, "recycle"),
         boundary_samples=facts.samples_per_step,
@@ -168,15 +168,15 @@ def _recycle(facts: Facts) -> ReCycle:
     )
 
 
-def _best(facts: Facts) -> Speeds:
+def _best(facts: ModelFacts) -> Speeds:
     """Of all systems; ReCycle's with nodes missing is by a formula, not in a table."""
     return facts.best(*([_recycle(facts).reach()] if facts.speeds["recycle"] is not None else []))
 
 
-def judge(system: str, setting: Setting) -> Outcome:
+def judge(system: str, setting: Setting) -> SystemOutcome:
     """One system along the trace.
 
-    >>> from holdfast.simulate.tables import example
+    >>> from holdfast.simulate.measured_tables import example
     >>> from holdfast.simulate.trace import parse_trace
     >>> lines = [f"0,add,n{i}" for i in range(4)] + ["98000,remove,n0", "200000,remove,n1"]
     >>> setting = Setting(trace=parse_trace("\\n".join(lines), name="t"), facts=example())
@@ -185,22 +185,22 @@ def judge(system: str, setting: Setting) -> Outcome:
     """
     facts = setting.facts
     if system != "ideal" and facts.speeds[THROUGHPUT_OF.get(system, system)] is None:
-        return Outcome(system=system, note="out of memory")
+        return SystemOutcome(system=system, note="out of memory")
     rules = make_rules(system, setting)
     if system in PLACED:
         return _judge_placed(system, rules, setting)
     segments = follow(setting.trace, rules)
-    return Outcome(system=system, segments=segments, devices=setting.devices, note=_note(segments, setting))
+    return SystemOutcome(system=system, segments=segments, devices=setting.devices, note=_note(segments, setting))
 
 
-def _judge_placed(system: str, rules: Rules, setting: Setting) -> Outcome:
+def _judge_placed(system: str, rules: SystemRules, setting: Setting) -> SystemOutcome:
     trace = setting.trace
     courses = [follow(trace, rules, placed) for placed in draws(trace.losses)]
-    each = [Outcome(system=system, segments=course).samples_per_s for course in courses]
+    each = [SystemOutcome(system=system, segments=course).samples_per_s for course in courses]
     segments = mean(courses)
     spread = f"{min(each):.4g} to {max(each):.4g} by placement" if max(each) > 1.001 * min(each) else ""
     notes = filter(None, [spread, _note(segments, setting)])
-    return Outcome(system=system, segments=segments, devices=setting.devices, note="; ".join(notes))
+    return SystemOutcome(system=system, segments=segments, devices=setting.devices, note="; ".join(notes))
 
 
 def _note(segments: Sequence[Segment], setting: Setting) -> str:

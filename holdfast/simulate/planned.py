@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.plan.planner import Plan, Shortage, make_plan
+from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import Profile, state_bytes
 from holdfast.plan.template import Template, Templates, make_templates
-from holdfast.simulate.course import Layout, Moment, Reaction, follow
+from holdfast.simulate.course import Moment, NodeArrangement, Reaction, follow
+from holdfast.simulate.measured_tables import ModelFacts, Speeds
 from holdfast.simulate.systems.rearranging import Arrange
-from holdfast.simulate.tables import Facts, Speeds
 from holdfast.simulate.trace import Trace
 
 # Assumed for models that nobody measured: the least that Oobleck's tables have for any model.
@@ -25,7 +25,7 @@ CREATION = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class PlannedModel:
     """A profile and how it is to be trained."""
 
     templates: Templates
@@ -35,7 +35,7 @@ class Model:
     def samples(self) -> int:
         return self.micro_batches * self.templates.profile.micro_batch
 
-    def plan(self, nodes: tuple[str, ...], held: dict[str, range] | None = None) -> Plan | None:
+    def plan(self, nodes: tuple[str, ...], held: dict[str, range] | None = None) -> PipelinePlan | None:
         """None: too few nodes."""
         made = make_plan(self.templates, nodes, micro_batches=self.micro_batches, held=held)
         return None if isinstance(made, Shortage) else made
@@ -80,14 +80,14 @@ def make_model(
     tolerate: int = 1,
     devices: int = 1,
     micro_batches: int | None = None,
-) -> Model:
+) -> PlannedModel:
     """Templates for the most nodes that the trace ever has; by default 4 micro-batches for each of their devices."""
     most = max(trace.counts)
     templates = make_templates(profile, nodes=most, tolerate=tolerate, devices=devices)
-    return Model(templates=templates, micro_batches=micro_batches or 4 * most * devices)
+    return PlannedModel(templates=templates, micro_batches=micro_batches or 4 * most * devices)
 
 
-def make_facts(model: Model, trace: Trace) -> Facts:
+def make_facts(model: PlannedModel, trace: Trace) -> ModelFacts:
     """As a tables file would have them: throughput by our cost model, the rest assumed."""
     templates, profile = model.templates, model.templates.profile
     counts = live_counts(trace, CREATION)
@@ -97,7 +97,7 @@ def make_facts(model: Model, trace: Trace) -> Facts:
     shape = templates.by_nodes[depth]
     everything = state_bytes(profile.layers, range(len(profile.layers)))
     moving = everything / profile.between.bandwidth
-    return Facts(
+    return ModelFacts(
         model=profile.model,
         samples_per_step=model.samples,
         speeds={
@@ -122,24 +122,24 @@ def make_facts(model: Model, trace: Trace) -> Facts:
     )
 
 
-def planning(model: Model, *, restart: float) -> Arrange:
+def planning(model: PlannedModel, *, restart: float) -> Arrange:
     """Rearranges as our planner does: each node is sent the layers it lacks, all nodes at once over their own links.
 
     Layers that nobody holds any more come from a checkpoint, with a restart.
     """
     profile = model.templates.profile
 
-    def arrange(live: tuple[str, ...], before: Layout | None) -> Layout:
+    def arrange(live: tuple[str, ...], before: NodeArrangement | None) -> NodeArrangement:
         held = before.memory if before is not None else None
         made = model.plan(live, held)
         if made is None:
             # Who still holds what is remembered: enough nodes may come before it is lost.
             kept = {node: layers for node, layers in (held or {}).items() if node in live}
-            return Layout(samples_per_s=0.0, used=0, memory=kept)
+            return NodeArrangement(samples_per_s=0.0, used=0, memory=kept)
         now = made.held()
         lacking = (_lacking(profile, layers, (held or {}).get(node, range(0))) for node, layers in now.items())
         moving = restart if made.lost else profile.between.seconds(max(lacking)) if held else 0.0
-        return Layout(samples_per_s=model.samples / made.seconds, used=len(now), moving=moving, memory=now)
+        return NodeArrangement(samples_per_s=model.samples / made.seconds, used=len(now), moving=moving, memory=now)
 
     return arrange
 
@@ -169,11 +169,11 @@ class _Counting:
     boundary_seconds: float = 0.0
     seen: set[int] = field(default_factory=set)
 
-    def begin(self, moment: Moment) -> Layout:
+    def begin(self, moment: Moment) -> NodeArrangement:
         self.seen.add(len(moment.live))
-        return Layout(samples_per_s=0.0, used=0)
+        return NodeArrangement(samples_per_s=0.0, used=0)
 
-    def lose(self, layout: Layout, moment: Moment) -> Reaction:
+    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
         return Reaction(then=self.begin(moment))
 
     join = lose
@@ -186,7 +186,7 @@ def _speeds(at: Callable[[int], tuple[float, int]], counts: Iterable[int]) -> Sp
     )
 
 
-def _bamboo(model: Model, shape: Template, counts: Iterable[int]) -> Speeds:
+def _bamboo(model: PlannedModel, shape: Template, counts: Iterable[int]) -> Speeds:
     """Each node also computes its successor's forward."""
     layers = model.templates.profile.layers
     forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from holdfast.errors import UsageError
 from holdfast.plan.profile import Profile
+from holdfast.simulate.measured_tables import STATE_BYTES, ModelFacts, Tables
 from holdfast.simulate.outcome import Setting
 from holdfast.simulate.placements import enough
-from holdfast.simulate.recovery import Recovery
+from holdfast.simulate.recovery_time import Recovery
 from holdfast.simulate.synthetic import PREFIX, Synthetic
 from holdfast.simulate.systems.rearranging import saving
-from holdfast.simulate.tables import STATE_BYTES, Facts, Tables
 from holdfast.simulate.trace import Trace, read_trace
 
 GBIT = 10.0  # of a node's link, where nobody says
@@ -87,11 +87,11 @@ def _placed(trace: Trace) -> str:
     return f"the mean over {enough(trace.losses)} placements, since a trace does not tell who stands where"
 
 
-def _saving(facts: Facts, trace: Trace) -> str:
+def _saving(facts: ModelFacts, trace: Trace) -> str:
     return f"; {saving(facts, trace).reason}" if facts.speeds["varuna"] is not None else ""
 
 
-def _effective(facts: Facts) -> str:
+def _effective(facts: ModelFacts) -> str:
     if facts.effective_fraction is None:
         return ""
     return f"; of its used GPU-hours {facts.effective_fraction:.0%} are effective, the rest is redundant work"
@@ -140,7 +140,9 @@ def by_planner(
     return Prepared(setting=setting, sources=_planned_sources(facts, setting, recovery, made.micro_batches))
 
 
-def _planned_sources(facts: Facts, setting: Setting, recovery: Recovery | None, micro_batches: int) -> dict[str, str]:
+def _planned_sources(
+    facts: ModelFacts, setting: Setting, recovery: Recovery | None, micro_batches: int
+) -> dict[str, str]:
     gbit = 8 * setting.bandwidth / 1e9
     return {
         "": f"throughput is what the cost model of holdfast plan says, with {micro_batches} micro-batches a step; "

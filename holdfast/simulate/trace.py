@@ -17,7 +17,7 @@ _DATE = re.compile(r"\d{4}-\d\d?-\d\d?$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class NodeChange:
     """At ``time`` (seconds) the ``lost`` nodes are gone, and the ``added`` ones are ordered."""
 
     time: float
@@ -29,7 +29,7 @@ class Change:
 class Trace:
     """Who is there from ``start`` to ``end`` (seconds).
 
-    >>> trace = Trace(name="t", start=0, end=7200, nodes=("a", "b"), changes=(Change(time=3600, lost=("a",)),))
+    >>> trace = Trace(name="t", start=0, end=7200, nodes=("a", "b"), changes=(NodeChange(time=3600, lost=("a",)),))
     >>> trace.node_hours, trace.losses, trace.counts
     (3.0, 1, (1, 2))
     """
@@ -38,7 +38,7 @@ class Trace:
     start: float
     end: float
     nodes: tuple[str, ...]  # at the start, up and running
-    changes: tuple[Change, ...]  # in the order of time
+    changes: tuple[NodeChange, ...]  # in the order of time
     notes: tuple[str, ...] = ()  # what had to be decided to read it
 
     @property
@@ -90,7 +90,7 @@ def parse_trace(text: str, *, name: str) -> Trace:
     """The same of a text.
 
     >>> parse_trace("0,add,a\\n0,add,b\\n3600000,remove,a\\n", name="t").changes
-    (Change(time=3600.0, lost=('a',), added=()),)
+    (NodeChange(time=3600.0, lost=('a',), added=()),)
     >>> parse_trace("2021-12-11, 11:00:00, 3\\n2021-12-11, 12:00:00, 2\\n", name="t").counts
     (3,)
     >>> parse_trace("0,add,a\\n0,remove,b\\n", name="t")
@@ -136,7 +136,7 @@ def grouped(
             lost.append(node)
     first = min(times)
     changes = [
-        Change(time=time, lost=tuple(lost), added=tuple(added))
+        NodeChange(time=time, lost=tuple(lost), added=tuple(added))
         for time, (lost, added) in times.items()
         if time > first and (lost or added)
     ]

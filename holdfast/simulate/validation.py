@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.simulate.course import Rules, follow
-from holdfast.simulate.outcome import Outcome, Setting, judge
+from holdfast.simulate.course import SystemRules, follow
+from holdfast.simulate.measured_tables import ModelFacts, Tables, read_tables
+from holdfast.simulate.outcome import Setting, SystemOutcome, judge
 from holdfast.simulate.placements import draws, mean
 from holdfast.simulate.systems.bamboo import Bamboo
-from holdfast.simulate.tables import Facts, Tables, read_tables
 from holdfast.simulate.trace import Trace, read_trace
 
 TRACES = ("6h", "1h", "10m")  # a node lost every so often, thirty down to fifteen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class PublishedAverage:
     """One published average and ours.
 
-    >>> Cell(system="oobleck", model="GPT-2", trace="6h", published=80.0, simulated=84.0).difference
+    >>> PublishedAverage(system="oobleck", model="GPT-2", trace="6h", published=80.0, simulated=84.0).difference
     0.05
     """
 
@@ -39,17 +39,17 @@ class Cell:
         return round(self.simulated / self.published - 1, 9)
 
 
-def compare(tables: Tables, traces: dict[str, Trace]) -> Iterator[Cell]:
+def compare(tables: Tables, traces: dict[str, Trace]) -> Iterator[PublishedAverage]:
     """Every published cell."""
     for system in ("oobleck", "bamboo", "varuna"):
         for model, row in tables.published[system].items():
             for name, published in row.items():
                 setting = Setting(trace=traces[name], facts=tables.facts(model))
                 simulated = judge(system, setting).samples_per_s
-                yield Cell(system=system, model=model, trace=name, published=published, simulated=simulated)
+                yield PublishedAverage(system=system, model=model, trace=name, published=published, simulated=simulated)
 
 
-def bamboo_variants(tables: Tables, traces: dict[str, Trace]) -> Iterator[tuple[str, Cell]]:
+def bamboo_variants(tables: Tables, traces: dict[str, Trace]) -> Iterator[tuple[str, PublishedAverage]]:
     """Bamboo without what is peculiar in the published simulation of it."""
     variants = {
         "as published": {},
@@ -62,10 +62,15 @@ def bamboo_variants(tables: Tables, traces: dict[str, Trace]) -> Iterator[tuple[
             for name, published in row.items():
                 rules = _bamboo(tables.facts(model), **changes)  # type: ignore[arg-type]
                 simulated = _placed(rules, traces[name]).samples_per_s
-                yield title, Cell(system="bamboo", model=model, trace=name, published=published, simulated=simulated)
+                yield (
+                    title,
+                    PublishedAverage(
+                        system="bamboo", model=model, trace=name, published=published, simulated=simulated
+                    ),
+                )
 
 
-def _bamboo(facts: Facts, *, waiting_slows: bool = True, depth: int | None = None) -> Bamboo:
+def _bamboo(facts: ModelFacts, *, waiting_slows: bool = True, depth: int | None = None) -> Bamboo:
     speeds = facts.speeds["bamboo"]
     assert speeds is not None
     return Bamboo(
@@ -79,14 +84,14 @@ def _bamboo(facts: Facts, *, waiting_slows: bool = True, depth: int | None = Non
     )
 
 
-def _placed(rules: Rules, trace: Trace) -> Outcome:
-    return Outcome(system="bamboo", segments=mean([follow(trace, rules, one) for one in draws(trace.losses)]))
+def _placed(rules: SystemRules, trace: Trace) -> SystemOutcome:
+    return SystemOutcome(system="bamboo", segments=mean([follow(trace, rules, one) for one in draws(trace.losses)]))
 
 
 def table(tables: Tables, traces: dict[str, Trace]) -> str:
     """Published, simulated and the difference, as the document has it."""
     lines = [f"| system | model | {' | '.join(TRACES)} |", "|---" * (2 + len(TRACES)) + "|"]
-    rows: dict[tuple[str, str], dict[str, Cell]] = {}
+    rows: dict[tuple[str, str], dict[str, PublishedAverage]] = {}
     for cell in compare(tables, traces):
         rows.setdefault((cell.system, cell.model), {})[cell.trace] = cell
     for (system, model), cells in rows.items():
@@ -97,7 +102,7 @@ def table(tables: Tables, traces: dict[str, Trace]) -> str:
 def variants_table(tables: Tables, traces: dict[str, Trace]) -> str:
     """The differences of Bamboo's variants from what is published."""
     lines = [f"| Bamboo | model | {' | '.join(TRACES)} |", "|---" * (2 + len(TRACES)) + "|"]
-    rows: dict[tuple[str, str], dict[str, Cell]] = {}
+    rows: dict[tuple[str, str], dict[str, PublishedAverage]] = {}
     for title, cell in bamboo_variants(tables, traces):
         rows.setdefault((title, cell.model), {})[cell.trace] = cell
     for (title, model), cells in rows.items():
@@ -105,7 +110,7 @@ def variants_table(tables: Tables, traces: dict[str, Trace]) -> str:
     return "\n".join(lines)
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: PublishedAverage) -> str:
     return f"{cell.published:g} → {cell.simulated:.4g} ({_percent(cell.difference)})"
 
 

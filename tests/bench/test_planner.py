@@ -10,7 +10,7 @@ import pytest
 from bench.races import planner
 from bench.races.planner import MODELS, Sizes, failures, with_minimum
 from bench.report import publish
-from holdfast.plan.planner import Plan, make_plan
+from holdfast.plan.planner import PipelinePlan, make_plan
 from holdfast.plan.profile import Profile
 from holdfast.plan.template import make_templates
 
@@ -69,7 +69,7 @@ def test_the_failures_are_what_they_are_called() -> None:
     assert min(templates.by_nodes) == templates.minimum == 2
     everyone = [f"n{number}" for number in range(40)]
     plan = make_plan(templates, everyone, micro_batches=160)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     lost = failures(plan, everyone, seed=1)
     assert {kind: len(nodes) for kind, nodes in lost.items() if kind != "a pipeline lost"} == {
         "one lost": 1,

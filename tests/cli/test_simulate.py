@@ -11,7 +11,7 @@ from holdfast.plan.profile import uniform
 from holdfast.simulate.outcome import SYSTEMS
 from tests.cli.conftest import Call, Said
 from tests.simulate.given import TABLES, TRACES, needs_tables
-from tests.simulate.test_tables import SMALL
+from tests.simulate.test_measured_tables import SMALL
 
 TRACE = "\n".join([*(f"0,add,n{number}" for number in range(3)), "3600000,remove,n1", "7200000,remove,n2"])
 

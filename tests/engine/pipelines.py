@@ -16,7 +16,7 @@ from holdfast.data.order import Order
 from holdfast.engine.engine import Engine, Loss
 from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.update import Update
-from holdfast.plan.layout import Layout, Line, side_by_side
+from holdfast.plan.layout import Layout, PlacedPipeline, side_by_side
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def lay(*lines: tuple[Sequence[int], Sequence[int]], size: int | None = None) ->
     for ranks, counts in lines:
         ends = [sum(counts[: place + 1]) for place in range(len(counts))]
         ranges = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
-        made.append(Line(ranks=tuple(ranks), layers=ranges))
+        made.append(PlacedPipeline(ranks=tuple(ranks), layers=ranges))
     return Layout(
         lines=tuple(made),
         size=size or 1 + max(max(ranks) for ranks, _ in lines),

@@ -16,9 +16,10 @@ from holdfast.engine.again import Again
 from holdfast.engine.engine import Engine
 from holdfast.engine.pipe import read
 from holdfast.engine.update import Terms
-from holdfast.log.record import Direction, Key, Message
+from holdfast.log.record import Message
+from holdfast.plan.batch import shares
 from holdfast.plan.layout import Layout
-from holdfast.plan.shares import shares
+from holdfast.plan.log_records import Direction, Key
 from tests.engine.between import BETWEEN
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
 from tests.engine.pipelines import (

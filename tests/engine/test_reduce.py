@@ -11,7 +11,7 @@ from torch import nn
 from holdfast.engine.gradients import make_buckets
 from holdfast.engine.reduce import Reduction, slices
 from holdfast.errors import Broken
-from holdfast.plan.shares import shares
+from holdfast.plan.batch import shares
 from tests.engine.memory_group import on_workers
 
 SHAPES = [(3, 5), (7,), (1,), (), (2, 2)]

@@ -11,7 +11,7 @@ from torch import nn
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.statistics import RunningStatistics, refuse_running_statistics
 from holdfast.errors import UsageError
-from holdfast.plan.layout import Layout, Line, side_by_side
+from holdfast.plan.layout import Layout, PlacedPipeline, side_by_side
 from tests.engine.memory_group import on_workers
 
 
@@ -66,8 +66,8 @@ def test_workers_agree_on_the_mean_of_their_statistics_and_on_the_count() -> Non
 def test_in_pipelines_a_layers_holders_agree_among_themselves() -> None:
     """Layer 1 is held by ranks 0 and 2, layer 2 by ranks 1 and 2; rank 3 has nothing to do."""
     lines = (
-        Line(ranks=(0, 1), layers=(range(2), range(2, 3))),
-        Line(ranks=(2,), layers=(range(3),)),
+        PlacedPipeline(ranks=(0, 1), layers=(range(2), range(2, 3))),
+        PlacedPipeline(ranks=(2,), layers=(range(3),)),
     )
     layout = Layout(lines=lines, size=4, layers=3, tolerate=1, minimum=1, reason="")
 

@@ -26,8 +26,8 @@ from holdfast.cluster import faults
 from holdfast.engine.again import Again
 from holdfast.engine.model import LayeredModel
 from holdfast.log.log import Log
-from holdfast.plan.records import Direction, Key
-from holdfast.plan.replay import Replay
+from holdfast.plan.log_records import Direction, Key
+from holdfast.plan.replay_plan import Replay
 from holdfast.recovery import replay as module
 from holdfast.recovery.replay import Replayer
 from holdfast.run.saving import Saver

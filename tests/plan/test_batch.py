@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.plan.batch import split
+from holdfast.plan.batch import shares, split
 from holdfast.plan.profile import uniform
 from holdfast.plan.template import Template, make_templates
 from tests.plan import judge
@@ -96,3 +96,16 @@ def test_a_slow_pipeline_beside_a_fast_one_is_no_work() -> None:
     slow = make_templates(uniform(2, forward=1000.0, backward=2000.0), nodes=1, tolerate=0).by_nodes[1]
     fast = make_templates(uniform(2, forward=1e-6, backward=2e-6, weight_bytes=1), nodes=1, tolerate=0).by_nodes[1]
     assert split(12, [slow, fast]) == [1, 11]
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_every_micro_batch_has_one_worker_and_the_shares_are_consecutive(micro_batches: int, workers: int) -> None:
+    parts = shares(micro_batches, workers)
+    assert len(parts) == workers
+    assert [index for share in parts for index in share] == list(range(micro_batches))
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_no_worker_has_two_more_than_another(micro_batches: int, workers: int) -> None:
+    sizes = [len(share) for share in shares(micro_batches, workers)]
+    assert max(sizes) - min(sizes) <= 1

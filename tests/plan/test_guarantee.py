@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.plan.planner import Plan, Shortage, make_plan
+from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import Profile, uniform
 from holdfast.plan.template import Templates, make_templates
 from tests.plan import judge
@@ -33,9 +33,11 @@ def names(count: int, first: int = 0) -> list[str]:
     return [f"n{number}" for number in range(first, first + count)]
 
 
-def check(plan: Plan | Shortage, templates: Templates, nodes: Collection[str], micro_batches: int) -> Plan:
+def check(
+    plan: PipelinePlan | Shortage, templates: Templates, nodes: Collection[str], micro_batches: int
+) -> PipelinePlan:
     """The whole guarantee, for one plan."""
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     used = [node for pipeline in plan.pipelines for node in pipeline.nodes]
     assert sorted(used) == sorted(nodes), "every node is used, and once"
     assert plan.spares == ()
@@ -117,7 +119,7 @@ def orphans(held: Mapping[str, range], alive: Collection[str], templates: Templa
     return [layer for layer in range(len(templates.profile.layers)) if layer not in kept]
 
 
-def losses(plan: Plan, tolerate: int, rng: random.Random) -> list[str]:
+def losses(plan: PipelinePlan, tolerate: int, rng: random.Random) -> list[str]:
     """Whom an adversary would take: a whole pipeline of any size, one of each, neighbours, who holds most, anybody."""
     kind = rng.choice(["pipeline", "one of each", "neighbours", "same place", "largest role", "anybody"])
     pipelines = rng.sample(plan.pipelines, len(plan.pipelines))
@@ -136,7 +138,9 @@ def losses(plan: Plan, tolerate: int, rng: random.Random) -> list[str]:
     return rng.sample(sorted(held), min(rng.randint(1, tolerate), len(held)))
 
 
-def history(minimum: int, tolerate: int, start: int, events: int, seed: int) -> Iterator[tuple[list[str], Plan]]:
+def history(
+    minimum: int, tolerate: int, start: int, events: int, seed: int
+) -> Iterator[tuple[list[str], PipelinePlan]]:
     """Losses and joins, one after the other; each plan starts from what the one before left behind."""
     rng = random.Random(seed)
     templates = menu(minimum, tolerate)
@@ -162,7 +166,7 @@ def history(minimum: int, tolerate: int, start: int, events: int, seed: int) -> 
         yield alive, plan
 
 
-def check_shortage(found: Plan | Shortage, templates: Templates, alive: int) -> None:
+def check_shortage(found: PipelinePlan | Shortage, templates: Templates, alive: int) -> None:
     """Too few: it says how many there are, how many are needed, and what would help."""
     assert isinstance(found, Shortage)
     assert (found.nodes, found.needed) == (alive, templates.needed)
@@ -188,7 +192,7 @@ def test_control_more_than_f_losses_are_noticed() -> None:
     lost = [pipeline.nodes[0] for pipeline in plan.pipelines]
     alive = [node for node in names(9) if node not in lost]
     after = make_plan(templates, alive, micro_batches=24, held=plan.held())
-    assert isinstance(after, Plan)
+    assert isinstance(after, PipelinePlan)
     assert list(after.lost) == orphans(plan.held(), alive, templates) != []
     assert f"nobody holds layers {after.lost[0]}" in after.reason
 
@@ -204,7 +208,7 @@ def test_what_nobody_ever_held_is_not_lost(held: dict[str, range] | None) -> Non
 def test_when_all_holders_are_gone_every_layer_is_lost() -> None:
     templates = menu(2, 1, 6)
     plan = make_plan(templates, names(6), micro_batches=24, held={"gone": range(16)})
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     assert plan.lost == tuple(range(16))
 
 
@@ -267,7 +271,7 @@ def test_a_model_with_too_few_layers_leaves_nodes_over_and_says_so(minimum: int)
     assert f"only {minimum} layers" in templates.reason
     for count in range(2 * minimum, 5 * minimum):
         plan = make_plan(templates, names(count), micro_batches=24)
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, PipelinePlan)
         assert len(plan.spares) == count % minimum
         assert len(plan.pipelines) == count // minimum
         assert ("left over" in plan.reason) == bool(plan.spares)
@@ -287,7 +291,7 @@ def test_memory_may_forbid_longer_pipelines() -> None:
     assert "layers" not in templates.reason
     assert "memory" in templates.reason
     plan = make_plan(templates, names(8), micro_batches=24)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     assert plan.spares == ("n6", "n7")
     assert "n6, n7 left over" in plan.reason
     assert "only 7 layers" not in plan.reason

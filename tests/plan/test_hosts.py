@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from holdfast.plan.hosts import spread
-from holdfast.plan.layout import Layout, Line, side_by_side
+from holdfast.plan.layout import Layout, PlacedPipeline, side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,9 @@ def some_case(rng: random.Random, size: int) -> Case:
         depths[depths.index(max(depths))] -= 1
     taken = iter(rng.sample(range(size), sum(depths)))
     cuts = {depth: cut(rng, layers, depth) for depth in depths}
-    lines = tuple(Line(ranks=tuple(next(taken) for _ in range(depth)), layers=cuts[depth]) for depth in depths)
+    lines = tuple(
+        PlacedPipeline(ranks=tuple(next(taken) for _ in range(depth)), layers=cuts[depth]) for depth in depths
+    )
     tolerate = rng.randint(1, len(lines) - 1)
     layout = Layout(lines=lines, size=size, layers=layers, tolerate=tolerate, minimum=1, reason="so")
     begins = [rng.randint(0, layers) for _ in range(size)]
@@ -118,7 +120,9 @@ def test_whatever_it_changes_only_ranks_change() -> None:
 
 def pipelines(number: int, stages: int, *, tolerate: int, size: int = 0) -> Layout:
     layers = tuple(range(2 * stage, 2 * stage + 2) for stage in range(stages))
-    lines = tuple(Line(ranks=tuple(range(n * stages, (n + 1) * stages)), layers=layers) for n in range(number))
+    lines = tuple(
+        PlacedPipeline(ranks=tuple(range(n * stages, (n + 1) * stages)), layers=layers) for n in range(number)
+    )
     size = max(size, number * stages)
     return Layout(lines=lines, size=size, layers=2 * stages, tolerate=tolerate, minimum=stages, reason="so")
 
@@ -176,7 +180,7 @@ def mixed_up(rng: random.Random, *, size: int, stages: int, per_host: int) -> Ca
     lines = []
     while len(order) >= stages:
         depth = stages + (len(order) > stages and rng.random() < 0.5)
-        lines.append(Line(ranks=tuple(order[:depth]), layers=cuts[depth]))
+        lines.append(PlacedPipeline(ranks=tuple(order[:depth]), layers=cuts[depth]))
         del order[:depth]
     before = cut(rng, layers, rng.randint(2, 8))
     tolerate = min(2, len(lines) - 1)

@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.plan import cut
+from holdfast.plan import stage_cut as cut
 from holdfast.plan import template as template_module
-from holdfast.plan.costs import Chain, Costs
-from holdfast.plan.cut import Bounds, best_cut
 from holdfast.plan.profile import Profile, uniform
+from holdfast.plan.stage_costs import Chain, StageCosts
+from holdfast.plan.stage_cut import LowerBounds, best_cut
 from holdfast.plan.template import Template, make_templates
 from holdfast.plan.timeline import makespan, simulate
 from tests.plan import judge
@@ -191,7 +191,7 @@ def test_polishing_makes_a_search_that_ended_early_better(monkeypatch: pytest.Mo
     """Without effort the first guess is all there is: moving boundaries must help somewhere, and never harm."""
     better = 0
     for seed in range(12):
-        bounds = Bounds(Costs(judge.FAMILIES["cnn"](random.Random(seed), 30)), CHAIN)
+        bounds = LowerBounds(StageCosts(judge.FAMILIES["cnn"](random.Random(seed), 30)), CHAIN)
         polished = best_cut(bounds, effort=-1)
         with monkeypatch.context() as patch:
             patch.setattr(cut, "SWEEPS", 0)

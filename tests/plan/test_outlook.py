@@ -25,17 +25,17 @@ from holdfast.plan.outlook import (
     sizes_down,
     ways,
 )
-from holdfast.plan.planner import Plan, Shortage, make_plan
+from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import uniform
 from holdfast.plan.template import Templates, make_templates
 
 ENOUGH = 10_000
 
 
-def planned(layers: int, nodes: int, *, tolerate: int, minimum: int) -> tuple[Templates, Plan]:
+def planned(layers: int, nodes: int, *, tolerate: int, minimum: int) -> tuple[Templates, PipelinePlan]:
     templates = make_templates(uniform(layers), nodes=nodes, tolerate=tolerate, minimum=minimum)
     plan = make_plan(templates, [f"n{n}" for n in range(nodes)], micro_batches=4 * nodes)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     return templates, plan
 
 
@@ -80,8 +80,8 @@ def test_a_case_stands_for_all_its_losses(layers: int, nodes: int, tolerate: int
             held = {node: layers for node, layers in plan.held().items() if node not in lost}
             after = make_plan(templates, left, micro_batches=plan.micro_batches, held=held)
             said = by_hits[hits_of(made, lost)].after
-            assert isinstance(after, Plan)
-            assert isinstance(said, Plan)
+            assert isinstance(after, PipelinePlan)
+            assert isinstance(said, PipelinePlan)
             assert (after.seconds, after.moved_bytes, after.lost) == (said.seconds, said.moved_bytes, ())
             assert len(after.pipelines) > tolerate
             differ.add((count, after.moved_bytes))
@@ -92,7 +92,7 @@ def test_the_worst_comes_first() -> None:
     templates, plan = planned(12, 11, tolerate=2, minimum=2)
     cases = after_losses(templates, plan, 2, most=ENOUGH).cases
     assert len(cases) > 3
-    costs = [(case.after.seconds, case.after.moved_bytes) for case in cases if isinstance(case.after, Plan)]
+    costs = [(case.after.seconds, case.after.moved_bytes) for case in cases if isinstance(case.after, PipelinePlan)]
     assert costs == sorted(costs, reverse=True)
     assert costs[0] > costs[-1]
 
@@ -102,7 +102,7 @@ def test_what_is_not_tolerated_is_worse() -> None:
     templates, plan = planned(6, 3, tolerate=0, minimum=2)
     assert len(plan.pipelines) == 1
     (worst, *_) = after_losses(templates, plan, 1, most=ENOUGH).cases
-    assert isinstance(worst.after, Plan)
+    assert isinstance(worst.after, PipelinePlan)
     assert worst.after.lost
     (stops,) = {type(case.after) for case in after_losses(templates, plan, 2, most=ENOUGH).cases}
     assert stops is Shortage
@@ -139,10 +139,10 @@ def test_the_outlook_goes_down_to_where_training_stops() -> None:
     assert [one.nodes for one in outlook.fewer] == [7, 6, 5, 4, 3]
     *trains, stops = outlook.fewer
     assert isinstance(stops.after, Shortage)
-    seconds = [one.after.seconds for one in trains if isinstance(one.after, Plan)]
+    seconds = [one.after.seconds for one in trains if isinstance(one.after, PipelinePlan)]
     assert len(seconds) == 4
     assert seconds == sorted(seconds), "fewer nodes are not faster"
-    assert isinstance(outlook.join, Plan)
+    assert isinstance(outlook.join, PipelinePlan)
     assert sum(len(pipeline.nodes) for pipeline in outlook.join.pipelines) == 10
     assert outlook.join.seconds <= plan.seconds
 
@@ -153,17 +153,17 @@ def test_a_spare_node_is_a_case_of_its_own() -> None:
     cases = after_losses(templates, plan, 1, most=ENOUGH).cases
     (spare,) = [case for case in cases if case.hits[0].nodes == 0]
     assert spare.alike == 2
-    assert isinstance(spare.after, Plan)
+    assert isinstance(spare.after, PipelinePlan)
     assert spare.after.moved_bytes == 0
 
 
 def test_with_slack_less_moves_and_steps_are_hardly_longer() -> None:
     templates = make_templates(uniform(24), nodes=7, tolerate=1, minimum=2)
     plan = make_plan(templates, [f"n{number}" for number in range(7)], micro_batches=28)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     strict, loose = (look_ahead(templates, plan, slack=slack).join for slack in (0.0, 0.2))
-    assert isinstance(strict, Plan)
-    assert isinstance(loose, Plan)
+    assert isinstance(strict, PipelinePlan)
+    assert isinstance(loose, PipelinePlan)
     assert loose.moved_bytes < strict.moved_bytes
     assert strict.seconds < loose.seconds <= 1.2 * strict.seconds
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan.schedule import one_forward_one_backward
-from holdfast.plan.timeline import StageTimes, makespan, simulate
+from holdfast.plan.timeline import StageTimes, makespan, one_forward_one_backward, simulate
 from tests.plan import judge
 
 seconds = st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0, 10)

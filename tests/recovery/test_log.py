@@ -22,9 +22,9 @@ from holdfast.errors import UsageError
 from holdfast.log import log as log_module
 from holdfast.log import spill
 from holdfast.log.log import Damaged, Log, LogSettings
-from holdfast.log.record import Direction, Key, Message
+from holdfast.log.record import Message
 from holdfast.log.spill import size_of
-from holdfast.plan.records import Holding, holdings_of
+from holdfast.plan.log_records import Direction, HeldRecords, Key, holdings_of
 from holdfast.words import size_text
 from tests.checkpoint.child import in_child, mount_tmpfs
 from tests.recovery.test_spill import key_of, same
@@ -563,7 +563,7 @@ def test_settings_that_make_no_sense() -> None:
 # --- holdings ------------------------------------------------------------------------------------------
 
 
-def spread_out(holdings: list[Holding]) -> list[Key]:
+def spread_out(holdings: list[HeldRecords]) -> list[Key]:
     return [
         Key(step=step, boundary=h.boundary, micro_batch=number, direction=h.direction)
         for h in holdings
@@ -584,7 +584,7 @@ def test_holdings_say_exactly_what_is_there() -> None:
         holdings = holdings_of(shuffled)
         assert sorted(spread_out(holdings)) == sorted(keys)
         assert holdings == sorted(holdings) == holdings_of(keys)
-        assert [Holding.from_json(h.to_json()) for h in holdings] == holdings
+        assert [HeldRecords.from_json(h.to_json()) for h in holdings] == holdings
 
 
 def test_holdings_are_short() -> None:
@@ -597,7 +597,9 @@ def test_holdings_are_short() -> None:
     ]
     holdings = holdings_of(keys)
     assert len(holdings) == 4
-    assert holdings[0] == Holding(direction=Direction.FORWARD, boundary=1, first=0, stop=100, micro_batches=((4, 12),))
+    assert holdings[0] == HeldRecords(
+        direction=Direction.FORWARD, boundary=1, first=0, stop=100, micro_batches=((4, 12),)
+    )
 
 
 def test_holdings_of_a_log_end_where_asked(town: Town) -> None:

@@ -21,9 +21,10 @@ from holdfast.engine import again
 from holdfast.engine.pipe import describe
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
-from holdfast.log.log import Damaged, Log, LogSettings
-from holdfast.plan.records import Direction, Key
-from holdfast.plan.replay import Sources
+from holdfast.log.log import Log, LogSettings
+from holdfast.log.spill import Damaged
+from holdfast.plan.log_records import Direction, Key
+from holdfast.plan.replay_plan import Sources
 from holdfast.recovery import arrange, replay
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.replay import Replayer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from holdfast.simulate.tables import Tables, read_tables
+from holdfast.simulate.measured_tables import Tables, read_tables
 from holdfast.simulate.trace import Trace, grouped, read_trace
 
 SHARED = Path(__file__).parents[3] / "shared"

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.simulate.course import Segment, follow
-from holdfast.simulate.outcome import PLACED, SYSTEMS, Outcome, Setting, judge, make_rules
+from holdfast.simulate.measured_tables import ModelFacts, Speeds
+from holdfast.simulate.outcome import PLACED, SYSTEMS, Setting, SystemOutcome, judge, make_rules
 from holdfast.simulate.placements import draws
 from holdfast.simulate.systems.rearranging import saving
-from holdfast.simulate.tables import Facts, Speeds
-from holdfast.simulate.trace import Change, Trace
+from holdfast.simulate.trace import NodeChange, Trace
 from tests.simulate.given import traces
 
-FACTS = Facts(
+FACTS = ModelFacts(
     model="small",
     samples_per_step=100,
     speeds={
@@ -42,7 +42,7 @@ FACTS = Facts(
 )
 
 
-def setting(trace: Trace, facts: Facts = FACTS) -> Setting:
+def setting(trace: Trace, facts: ModelFacts = FACTS) -> Setting:
     return Setting(trace=trace, facts=facts, recovery=0.04, bandwidth=1.25e9)
 
 
@@ -68,7 +68,7 @@ def test_every_node_is_accounted_for_at_every_moment(system: str, trace: Trace, 
             if segment.start < end and segment.end > start:
                 assert start <= segment.start < segment.end <= end
                 assert math.isclose(segment.used + segment.idle + segment.lost, count)
-    outcome = Outcome(system=system, segments=found)
+    outcome = SystemOutcome(system=system, segments=found)
     assert math.isclose(outcome.used + outcome.idle + outcome.lost, trace.node_hours, abs_tol=1e-9)
 
 
@@ -91,7 +91,7 @@ def test_the_same_twice(system: str, trace: Trace) -> None:
 
 def shrinking(every: float) -> Trace:
     names = [f"n{number}" for number in range(10)]
-    changes = tuple(Change(time=(n + 1) * every, lost=(names[n],)) for n in range(6))
+    changes = tuple(NodeChange(time=(n + 1) * every, lost=(names[n],)) for n in range(6))
     return Trace(name="shrinking", start=0.0, end=7 * every, nodes=tuple(names), changes=changes)
 
 
@@ -108,7 +108,7 @@ def test_more_frequent_losses_never_help(system: str) -> None:
 def test_a_loss_costs_the_step_and_the_pause() -> None:
     """By hand: steps of 6.25 s, a node lost at 32 s; five steps are kept."""
     names = tuple(f"n{number}" for number in range(10))
-    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(Change(time=32.0, lost=("n3",)),))
+    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(NodeChange(time=32.0, lost=("n3",)),))
     facts = replace(FACTS, speeds={**FACTS.speeds, "oobleck": Speeds({10: 16.0, 9: 10.0})})
     found = follow(trace, make_rules("oobleck", setting(trace, facts)))
     parts = [(part.start, part.end, part.samples_per_s, part.used, part.lost, part.why) for part in found]
@@ -123,7 +123,7 @@ def test_a_loss_costs_the_step_and_the_pause() -> None:
 
 def test_a_join_waits_until_it_is_up_and_for_the_end_of_the_step() -> None:
     names = tuple(f"n{number}" for number in range(9))
-    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(Change(time=1.0, added=("new",)),))
+    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(NodeChange(time=1.0, added=("new",)),))
     facts = replace(FACTS, speeds={**FACTS.speeds, "oobleck": Speeds({10: 16.0, 9: 10.0})})
     found = follow(trace, make_rules("oobleck", setting(trace, facts)))
     pause = next(part for part in found if part.why == "reconfiguring")
@@ -135,14 +135,14 @@ def test_a_join_waits_until_it_is_up_and_for_the_end_of_the_step() -> None:
 def test_a_join_is_sent_layers() -> None:
     """A node of the tables' models is sent one of 3 stages of 6 GB at 10 Gbit/s: 1.6 s, beside the recovery."""
     names = tuple(f"n{number}" for number in range(9))
-    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(Change(time=1.0, added=("new",)),))
+    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(NodeChange(time=1.0, added=("new",)),))
     found = follow(trace, make_rules("holdfast", setting(trace)))
     assert sum(part.seconds for part in found if part.why == "recovering") == pytest.approx(1.6 + 0.04)
 
 
 def test_restart_has_the_whole_restart_and_varuna_less_a_checkpoint() -> None:
     names = tuple(f"n{number}" for number in range(10))
-    trace = Trace(name="t", start=0.0, end=900.0, nodes=names, changes=(Change(time=32.0, lost=("n3",)),))
+    trace = Trace(name="t", start=0.0, end=900.0, nodes=names, changes=(NodeChange(time=32.0, lost=("n3",)),))
     for system, seconds in (("restart", 80.0), ("varuna", 73.0)):
         found = follow(trace, make_rules(system, setting(trace)))
         assert sum(part.seconds for part in found if part.why == "restarting") == pytest.approx(seconds)
@@ -152,7 +152,7 @@ def test_restart_has_the_whole_restart_and_varuna_less_a_checkpoint() -> None:
 def test_restart_saves_as_often_as_is_best(between: float, steps: int) -> None:
     """Steps of 7 s and saves of 7 s; what Young advises becomes 2 if it is 2.01 or 2.42, and 3 if it is 2.48."""
     facts = replace(FACTS, speeds={**FACTS.speeds, "varuna": Speeds({10: 100 / 7})})
-    change = Change(time=between / 2, lost=("n0",))
+    change = NodeChange(time=between / 2, lost=("n0",))
     trace = Trace(name="t", start=0.0, end=between, nodes=("n0",), changes=(change,))
     assert trace.between_losses == between
     found = saving(facts, trace)
@@ -171,7 +171,7 @@ def test_restart_where_nothing_is_lost() -> None:
 def test_who_is_up_during_a_pause_is_taken_along() -> None:
     """Lost at 60 s, a restart until 133 s; a new node is up at 105 s: no second restart."""
     names = tuple(f"n{number}" for number in range(10))
-    changes = (Change(time=60.0, lost=("n0",), added=("new",)),)
+    changes = (NodeChange(time=60.0, lost=("n0",), added=("new",)),)
     trace = Trace(name="t", start=0.0, end=1000.0, nodes=names, changes=changes)
     found = follow(trace, make_rules("varuna", setting(trace)))
     paused = [(part.start, part.end, part.lost) for part in found if part.why == "restarting"]
@@ -181,7 +181,7 @@ def test_who_is_up_during_a_pause_is_taken_along() -> None:
 
 def test_a_node_lost_before_it_is_up_is_no_loss() -> None:
     names = tuple(f"n{number}" for number in range(9))
-    changes = (Change(time=1.0, added=("new",)), Change(time=30.0, lost=("new",)))
+    changes = (NodeChange(time=1.0, added=("new",)), NodeChange(time=30.0, lost=("new",)))
     trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=changes)
     found = follow(trace, make_rules("oobleck", setting(trace)))
     assert {part.why for part in found} == {"training"}
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_is_not_finished_is_none() -> None:
     facts = replace(FACTS, speeds={**FACTS.speeds, "varuna": Speeds({10: 16.0, 9: 10.0})})
     kept = []
     for time in (69.0, 70.0):
-        trace = Trace(name="t", start=0.0, end=time + 1, nodes=names, changes=(Change(time=time, lost=("n0",)),))
+        trace = Trace(name="t", start=0.0, end=time + 1, nodes=names, changes=(NodeChange(time=time, lost=("n0",)),))
         kept.append(
             sum(s.samples_per_s * s.seconds for s in follow(trace, make_rules("varuna", setting(trace, facts))))
         )
@@ -202,15 +202,15 @@ def test_a_checkpoint_that_is_not_finished_is_none() -> None:
 
 def test_who_only_waits_is_lost_for_nothing() -> None:
     names = tuple(f"n{number}" for number in range(12))  # the tables end at ten
-    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(Change(time=33.0, lost=("n11",)),))
+    trace = Trace(name="t", start=0.0, end=100.0, nodes=names, changes=(NodeChange(time=33.0, lost=("n11",)),))
     assert judge("oobleck", setting(trace)).lost == 0
-    hit = replace(trace, changes=(Change(time=33.0, lost=("n3",)),))
+    hit = replace(trace, changes=(NodeChange(time=33.0, lost=("n3",)),))
     assert judge("oobleck", setting(hit)).lost > 0
 
 
 def test_below_the_fewest_nodes_nothing_is_trained_and_going_on_takes_a_restart() -> None:
     names = tuple(f"n{number}" for number in range(3))
-    changes = (Change(time=1000.0, lost=("n0",)), Change(time=2000.0, added=("n3",)))
+    changes = (NodeChange(time=1000.0, lost=("n0",)), NodeChange(time=2000.0, added=("n3",)))
     trace = Trace(name="t", start=0.0, end=4000.0, nodes=names, changes=changes)
     found = follow(trace, make_rules("holdfast", setting(trace)))
     assert [(part.start, part.end) for part in found if part.why == "too few nodes"] == [

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from holdfast.plan.planner import Plan, make_plan
+from holdfast.plan.planner import PipelinePlan, make_plan
 from holdfast.plan.profile import uniform
+from holdfast.simulate.measured_tables import Speeds
 from holdfast.simulate.outcome import SYSTEMS, Setting, judge
 from holdfast.simulate.planned import live_counts, make_facts, make_model, planning, usual_nodes
-from holdfast.simulate.tables import Speeds
-from holdfast.simulate.trace import Change, Trace
+from holdfast.simulate.trace import NodeChange, Trace
 from tests.simulate.given import traces
 
 PROFILE = uniform(12, memory=3_000_000_000)
 NAMES = tuple(f"n{number}" for number in range(9))
 
 
-def trace(*changes: Change, end: float = 5000.0) -> Trace:
+def trace(*changes: NodeChange, end: float = 5000.0) -> Trace:
     return Trace(name="t", start=0.0, end=end, nodes=NAMES, changes=changes)
 
 
@@ -34,13 +34,13 @@ def test_throughput_is_the_plans() -> None:
     made = trace()
     model = make_model(PROFILE, made)
     plan = make_plan(model.templates, NAMES, micro_batches=36)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     assert math.isclose(judge("holdfast", setting(made)).samples_per_s, 36 / plan.seconds)
     assert judge("holdfast", setting(made)).lost == 0
 
 
 def test_every_system_runs_and_none_loses_an_hour() -> None:
-    made = trace(Change(time=1000.0, lost=("n0",)), Change(time=2000.0, lost=("n4", "n5"), added=("new",)))
+    made = trace(NodeChange(time=1000.0, lost=("n0",)), NodeChange(time=2000.0, lost=("n4", "n5"), added=("new",)))
     for system in SYSTEMS:
         outcome = judge(system, setting(made))
         assert math.isclose(outcome.used + outcome.idle + outcome.lost, made.node_hours), system
@@ -48,14 +48,14 @@ def test_every_system_runs_and_none_loses_an_hour() -> None:
 
 
 def test_hours_are_of_devices() -> None:
-    made = trace(Change(time=1000.0, lost=("n0",)))
+    made = trace(NodeChange(time=1000.0, lost=("n0",)))
     model = make_model(PROFILE, made, devices=2)
     outcome = judge("varuna", Setting(trace=made, facts=make_facts(model, made), devices=2))
     assert math.isclose(outcome.used + outcome.idle + outcome.lost, 2 * made.node_hours)
 
 
 def test_moving_takes_what_the_node_that_lacks_most_is_sent() -> None:
-    made = trace(Change(time=1000.0, lost=("n0",)))
+    made = trace(NodeChange(time=1000.0, lost=("n0",)))
     model = make_model(PROFILE, made)
     before = planning(model, restart=99.0)(NAMES, None)
     after = planning(model, restart=99.0)(NAMES[1:], before)
@@ -128,7 +128,9 @@ def test_a_single_pipeline_sums_its_gradients_with_nobody() -> None:
 def test_pipelines_are_chosen_for_the_nodes_there_usually_are() -> None:
     """A trace that begins with one node is not one of pipelines of one."""
     model = make_model(PROFILE, trace(), tolerate=0)
-    alone = Trace(name="t", start=0.0, end=5000.0, nodes=("n0",), changes=(Change(time=10.0, added=tuple(NAMES[1:])),))
+    alone = Trace(
+        name="t", start=0.0, end=5000.0, nodes=("n0",), changes=(NodeChange(time=10.0, added=tuple(NAMES[1:])),)
+    )
     assert usual_nodes(alone) == 9
     assert make_facts(model, alone).stages == make_facts(model, trace()).stages
 

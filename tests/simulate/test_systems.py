@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.simulate.course import Moment, follow
+from holdfast.simulate.measured_tables import Speeds, example
 from holdfast.simulate.outcome import Setting, make_rules
-from holdfast.simulate.systems.bamboo import Bamboo, Standing
-from holdfast.simulate.systems.recycle import Grid, ReCycle
-from holdfast.simulate.tables import Speeds, example
-from holdfast.simulate.trace import Change, Trace
+from holdfast.simulate.systems.bamboo import Bamboo, BambooPlaces
+from holdfast.simulate.systems.recycle import ReCycle, RecycleGrid
+from holdfast.simulate.trace import NodeChange, Trace
 
 SPEEDS = Speeds({count: 2.0 * count for count in range(2, 13)})
 BAMBOO = Bamboo(speeds=SPEEDS, boundary_samples=240.0, local=20.0, everybody=30.0, depth=4)  # steps of 10 s with 12
@@ -23,7 +23,7 @@ RECYCLE = ReCycle(speeds=SPEEDS, boundary_samples=240.0, on_loss=3.0, restart=60
 
 def losses(*times: float, nodes: int = 12, end: float = 200.0) -> Trace:
     names = tuple(f"n{number}" for number in range(nodes))
-    changes = tuple(Change(time=time, lost=(names[number],)) for number, time in enumerate(times))
+    changes = tuple(NodeChange(time=time, lost=(names[number],)) for number, time in enumerate(times))
     return Trace(name="t", start=0.0, end=end, nodes=names, changes=changes)
 
 
@@ -74,7 +74,7 @@ def test_bamboo_is_told_whether_a_waiting_node_slows(slows: bool) -> None:
 
 @given(st.lists(st.floats(0, 0.999), min_size=1, max_size=6))
 def test_bamboo_every_stage_has_somebody_until_it_is_fatal(victims: list[float]) -> None:
-    standing: Standing = BAMBOO.begin(_moment(13)).memory
+    standing: BambooPlaces = BAMBOO.begin(_moment(13)).memory
     for victim in victims:
         place = standing.place(victim)
         after = standing.without(place)
@@ -91,7 +91,7 @@ def test_bamboo_every_stage_has_somebody_until_it_is_fatal(victims: list[float])
 @given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 3))
 def test_bamboo_every_node_can_be_drawn(pipelines: int, waiting: int, gone: int) -> None:
     holes = tuple(4 * number for number in range(min(gone, pipelines)))
-    standing = Standing(pipelines=pipelines, depth=4, waiting=waiting, gone=holes)
+    standing = BambooPlaces(pipelines=pipelines, depth=4, waiting=waiting, gone=holes)
     drawn = [standing.place((number + 0.5) / standing.nodes) for number in range(standing.nodes)]
     assert [place for place in drawn if place is not None] == [p for p in range(4 * pipelines) if p not in holes]
     assert drawn.count(None) == waiting
@@ -99,7 +99,7 @@ def test_bamboo_every_node_can_be_drawn(pipelines: int, waiting: int, gone: int)
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 8), st.lists(st.floats(0, 0.999), max_size=20))
 def test_recycle_counts_nodes(pipelines: int, stages: int, waiting: int, victims: list[float]) -> None:
-    grid = Grid(pipelines=pipelines, lost=(0,) * stages, waiting=waiting)
+    grid = RecycleGrid(pipelines=pipelines, lost=(0,) * stages, waiting=waiting)
     for victim in victims[: grid.nodes - 1]:
         before = grid.nodes
         grid = grid.without(victim)
@@ -138,7 +138,7 @@ def test_bamboo_waits_with_a_rendezvous_while_the_risk_is_small() -> None:
 
 def test_bamboo_goes_on_after_too_few_nodes_with_a_rendezvous_of_all() -> None:
     names = tuple(f"n{number}" for number in range(4))
-    changes = (Change(time=25.0, lost=("n0",)), Change(time=100.0, added=("new",)))
+    changes = (NodeChange(time=25.0, lost=("n0",)), NodeChange(time=100.0, added=("new",)))
     trace = Trace(name="t", start=0.0, end=200.0, nodes=names, changes=changes)
     few = replace(BAMBOO, speeds=Speeds({4: 8.0}))
     found = follow(trace, few, [0.0])
@@ -146,7 +146,7 @@ def test_bamboo_goes_on_after_too_few_nodes_with_a_rendezvous_of_all() -> None:
         (25.0, 100.0, "too few nodes"),
         (100.0, 130.0, "rendezvous"),
     ]
-    late = replace(trace, nodes=names[1:], changes=(Change(time=100.0, added=("new",)),))
+    late = replace(trace, nodes=names[1:], changes=(NodeChange(time=100.0, added=("new",)),))
     assert not any(part.why == "rendezvous" for part in follow(late, few))  # nothing had begun
 
 
@@ -161,7 +161,7 @@ def test_recycle_who_only_waits_is_lost_for_nothing() -> None:
 
 def test_recycle_who_joins_fills_a_hole() -> None:
     names = tuple(f"n{number}" for number in range(12))
-    changes = (Change(time=25.0, lost=("n0",)), Change(time=60.0, added=("new",)))
+    changes = (NodeChange(time=25.0, lost=("n0",)), NodeChange(time=60.0, added=("new",)))
     found = follow(Trace(name="t", start=0.0, end=300.0, nodes=names, changes=changes), RECYCLE, [0.0])
     assert next(part.start for part in found if part.why == "rerouting") == 25.0
     assert sum(part.seconds for part in found if part.why == "rerouting") == 6.0
@@ -173,7 +173,7 @@ def test_recycle_grows_though_a_node_is_lost_before_the_step_ends() -> None:
     """Five are added to eight at 21 s, in a step that ends at 30 s; at 25 s one of those that train is lost."""
     names = tuple(f"n{number}" for number in range(8))
     added = tuple(f"a{number}" for number in range(5))
-    changes = (Change(time=21.0, added=added), Change(time=25.0, lost=("n0",)))
+    changes = (NodeChange(time=21.0, added=added), NodeChange(time=25.0, lost=("n0",)))
     found = follow(Trace(name="t", start=0.0, end=300.0, nodes=names, changes=changes), RECYCLE, [0.0])
     assert [(part.start, part.end) for part in found if part.why == "restarting"] == [(25.0, 85.0)]
     assert (found[-1].samples_per_s, found[-1].used) == (24.0, 12)
@@ -183,7 +183,7 @@ def test_recycle_grows_though_a_node_is_lost_before_the_step_ends() -> None:
 def test_recycle_a_loss_makes_no_restart_shorter(lost: float) -> None:
     """A stage is lost at 25 s: a restart until 85 s. Another loss takes 3 s, but not instead of it."""
     names = tuple(f"n{number}" for number in range(12))
-    changes = (Change(time=25.0, lost=names[:3]), Change(time=lost, lost=(names[5],)))
+    changes = (NodeChange(time=25.0, lost=names[:3]), NodeChange(time=lost, lost=(names[5],)))
     found = follow(Trace(name="t", start=0.0, end=200.0, nodes=names, changes=changes), RECYCLE, [0.0] * 4)
     assert next(part.start for part in found if part.start > 25.0 and part.samples_per_s) == 85.0
 
@@ -191,7 +191,10 @@ def test_recycle_a_loss_makes_no_restart_shorter(lost: float) -> None:
 def test_recycle_growing_during_a_pause_takes_a_restart() -> None:
     """Eight lose one at 25 s, and five come at 26 s while it reroutes: the restart that takes has begun with it."""
     names = tuple(f"n{number}" for number in range(8))
-    changes = (Change(time=25.0, lost=("n0",)), Change(time=26.0, added=tuple(f"a{number}" for number in range(5))))
+    changes = (
+        NodeChange(time=25.0, lost=("n0",)),
+        NodeChange(time=26.0, added=tuple(f"a{number}" for number in range(5))),
+    )
     found = follow(Trace(name="t", start=0.0, end=300.0, nodes=names, changes=changes), RECYCLE, [0.0])
     assert next(part.start for part in found if part.start > 25.0 and part.samples_per_s) == 85.0
     assert found[-1].used == 12
@@ -199,7 +202,7 @@ def test_recycle_growing_during_a_pause_takes_a_restart() -> None:
 
 def test_recycle_a_stage_lost_at_once_is_a_restart() -> None:
     names = tuple(f"n{number}" for number in range(12))
-    trace = Trace(name="t", start=0.0, end=200.0, nodes=names, changes=(Change(time=25.0, lost=names[:3]),))
+    trace = Trace(name="t", start=0.0, end=200.0, nodes=names, changes=(NodeChange(time=25.0, lost=names[:3]),))
     whole = follow(trace, RECYCLE, [0.0, 0.0, 0.0])  # the whole first stage
     assert [(part.start, part.end) for part in whole if part.why == "restarting"] == [(25.0, 85.0)]
     spread = follow(trace, RECYCLE, [0.0, 0.4, 0.8])

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
+from holdfast.simulate.measured_tables import example
 from holdfast.simulate.outcome import Setting, judge
-from holdfast.simulate.tables import example
 from holdfast.simulate.trace import Trace, parse_trace
 from tests.simulate.given import needs_tables, trace, traces
 

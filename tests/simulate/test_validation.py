@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.simulate.course import follow
-from holdfast.simulate.outcome import SYSTEMS, Outcome, Setting, judge
+from holdfast.simulate.measured_tables import Tables
+from holdfast.simulate.outcome import SYSTEMS, Setting, SystemOutcome, judge
 from holdfast.simulate.systems.rearranging import oobleck
-from holdfast.simulate.tables import Tables
 from holdfast.simulate.trace import Trace
 from holdfast.simulate.validation import TRACES as NAMES
-from holdfast.simulate.validation import Cell, bamboo_variants, compare, read_all, table, variants_table
+from holdfast.simulate.validation import PublishedAverage, bamboo_variants, compare, read_all, table, variants_table
 from tests.simulate.given import TABLES, TRACES, needs_tables
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "simulation.md"
@@ -28,7 +28,7 @@ def everything() -> tuple[Tables, dict[str, Trace]]:
 
 
 @cache
-def cells() -> list[Cell]:
+def cells() -> list[PublishedAverage]:
     return list(compare(*everything()))
 
 
@@ -55,10 +55,10 @@ def test_control_a_step_that_is_not_lost() -> None:
     tables, traces = everything()
     facts, trace = tables.facts("GPT-3-6.7b"), traces["10m"]
     kept = replace(oobleck(facts), boundary_samples=0.0)
-    average = Outcome(system="oobleck", segments=follow(trace, kept)).samples_per_s
+    average = SystemOutcome(system="oobleck", segments=follow(trace, kept)).samples_per_s
     assert average / tables.published["oobleck"]["GPT-3-6.7b"]["10m"] > 1.03
     free = replace(kept, on_loss=0.0)
-    assert Outcome(system="oobleck", segments=follow(trace, free)).samples_per_s > average
+    assert SystemOutcome(system="oobleck", segments=follow(trace, free)).samples_per_s > average
 
 
 def test_control_reconfiguring_five_times_as_long() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.plan.interval import young_daly
+from holdfast.plan.save_interval import young_daly
 from holdfast.study.advice import advise
 from holdfast.study.advice.interval import Rhythm
 from holdfast.study.rows import AXES

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast.simulate.course import Layout, Moment, Reaction
-from holdfast.simulate.tables import Speeds
+from holdfast.simulate.course import Moment, NodeArrangement, Reaction
+from holdfast.simulate.measured_tables import Speeds
 
 SLOWDOWN = 1.5  # of a step while somebody computes for two
 RISK = 0.05  # that the next loss is fatal: above it, a rendezvous is held though nobody waits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class BambooPlaces:
     """Who stands where. Places are numbered, one pipeline after the other; beside them nodes wait.
 
     Whose place is ``gone`` has its predecessor standing in: the last of a pipeline is the first's.
@@ -35,7 +35,7 @@ class Standing:
     def place(self, draw: float) -> int | None:
         """Of the node at this share of all; None: it waits.
 
-        >>> [Standing(pipelines=1, depth=4, waiting=1, gone=(1,)).place(draw) for draw in (0.0, 0.3, 0.5, 0.8)]
+        >>> [BambooPlaces(pipelines=1, depth=4, waiting=1, gone=(1,)).place(draw) for draw in (0.0, 0.3, 0.5, 0.8)]
         [0, 2, 3, None]
         """
         place = int(draw * self.nodes)
@@ -45,10 +45,10 @@ class Standing:
             place += gone <= place
         return place
 
-    def without(self, place: int | None) -> Standing | None:
+    def without(self, place: int | None) -> BambooPlaces | None:
         """After the loss of the node at this place, or of one that waits. None: nobody can stand in.
 
-        >>> pipeline = Standing(pipelines=1, depth=4, waiting=0)
+        >>> pipeline = BambooPlaces(pipelines=1, depth=4, waiting=0)
         >>> pipeline.without(1).gone
         (1,)
         >>> [pipeline.without(1).without(place) is None for place in (0, 2, 3)]
@@ -86,16 +86,16 @@ class Bamboo:
     waiting_slows: bool = True
     boundary_seconds: float = 0.0
 
-    def begin(self, moment: Moment) -> Layout:
+    def begin(self, moment: Moment) -> NodeArrangement:
         return self._fresh(len(moment.live))
 
-    def lose(self, layout: Layout, moment: Moment) -> Reaction:
+    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
         fresh = self._fresh(len(moment.live))
         if not fresh.samples_per_s:
             return Reaction(then=fresh)
         if not layout.samples_per_s or moment.paused:
             return Reaction(then=fresh, pause=self.local, why="rendezvous")
-        standing: Standing = layout.memory
+        standing: BambooPlaces = layout.memory
         slower = False
         for draw in moment.draws:
             place = standing.place(draw)
@@ -106,30 +106,30 @@ class Bamboo:
             standing = after
         return self._goes_on(standing, standing.full / SLOWDOWN if slower else layout.samples_per_s)
 
-    def join(self, layout: Layout, moment: Moment) -> Reaction:
+    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
         if not layout.samples_per_s or moment.paused:
             pause = self.everybody if moment.started else 0.0
             return Reaction(then=self._fresh(len(moment.live)), pause=pause, at_boundary=True, why="rendezvous")
-        standing: Standing = layout.memory
+        standing: BambooPlaces = layout.memory
         more = len(moment.live) - standing.nodes
         return self._goes_on(replace(standing, waiting=standing.waiting + more), layout.samples_per_s)
 
-    def _goes_on(self, standing: Standing, speed: float) -> Reaction:
+    def _goes_on(self, standing: BambooPlaces, speed: float) -> Reaction:
         """Trains on, and holds a rendezvous at the end of the step if there is reason to."""
-        meanwhile = Layout(samples_per_s=speed, used=standing.running, memory=standing)
+        meanwhile = NodeArrangement(samples_per_s=speed, used=standing.running, memory=standing)
         then = self._fresh(standing.nodes) if self._wants_rendezvous(standing) else None
         return Reaction(then=then, pause=self.local, at_boundary=True, meanwhile=meanwhile, why="rendezvous")
 
-    def _wants_rendezvous(self, standing: Standing) -> bool:
+    def _wants_rendezvous(self, standing: BambooPlaces) -> bool:
         doubled = len(standing.gone)
         if doubled and (standing.waiting >= doubled or 2 * doubled / standing.running > RISK):
             return True
         return min(standing.nodes, self.speeds.most) // self.depth > standing.pipelines  # one more
 
-    def _fresh(self, nodes: int) -> Layout:
+    def _fresh(self, nodes: int) -> NodeArrangement:
         """What a rendezvous ends in."""
         pipelines = min(nodes, self.speeds.most) // self.depth
         running = pipelines * self.depth
         speed = self.speeds.at(nodes)[0] if running else 0.0
-        standing = Standing(pipelines=pipelines, depth=self.depth, waiting=nodes - running, full=speed)
-        return Layout(samples_per_s=speed, used=running if speed else 0, memory=standing)
+        standing = BambooPlaces(pipelines=pipelines, depth=self.depth, waiting=nodes - running, full=speed)
+        return NodeArrangement(samples_per_s=speed, used=running if speed else 0, memory=standing)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.plan.interval import Interval, choose
-from holdfast.simulate.course import Layout, Moment, Reaction
-from holdfast.simulate.tables import Facts, Speeds
+from holdfast.plan.save_interval import Interval, choose
+from holdfast.simulate.course import Moment, NodeArrangement, Reaction
+from holdfast.simulate.measured_tables import ModelFacts, Speeds
 from holdfast.simulate.trace import Trace
 from holdfast.words import count
 
-Arrange = Callable[[tuple[str, ...], Layout | None], Layout]
+Arrange = Callable[[tuple[str, ...], NodeArrangement | None], NodeArrangement]
 
 
 def by_table(speeds: Speeds, *, moving: float = 0.0) -> Arrange:
@@ -21,17 +21,17 @@ def by_table(speeds: Speeds, *, moving: float = 0.0) -> Arrange:
     Those that came first train.
 
     >>> by_table(Speeds({2: 8.0}), moving=1.5)(("a", "b", "c"), None)
-    Layout(samples_per_s=8.0, used=2, moving=1.5, memory=('a', 'b'))
+    NodeArrangement(samples_per_s=8.0, used=2, moving=1.5, memory=('a', 'b'))
     """
 
-    def arrange(live: tuple[str, ...], before: Layout | None) -> Layout:
+    def arrange(live: tuple[str, ...], before: NodeArrangement | None) -> NodeArrangement:
         samples_per_s, used = speeds.at(len(live))
-        return Layout(samples_per_s=samples_per_s, used=used, moving=moving, memory=live[:used])
+        return NodeArrangement(samples_per_s=samples_per_s, used=used, moving=moving, memory=live[:used])
 
     return arrange
 
 
-def known(facts: Facts, system: str) -> Speeds:
+def known(facts: ModelFacts, system: str) -> Speeds:
     """The system's throughput; asked only of systems that have the memory for the model."""
     speeds = facts.speeds[system]
     assert speeds is not None, f"{facts.model} is out of memory on {system}"
@@ -43,7 +43,7 @@ class Rearranging:
     """Rules: when a node is lost, work since the last boundary is; then a pause, then on with those left.
 
     Who joins is waited for by nobody: it is taken in at the next boundary, so that nothing is lost. Below the
-    fewest nodes training stands still, and goes on with a restart. ``Layout.memory`` has the nodes that train.
+    fewest nodes training stands still, and goes on with a restart. ``NodeArrangement.memory`` has the nodes that train.
     """
 
     arrange: Arrange
@@ -55,10 +55,10 @@ class Rearranging:
     from_nothing: float = 0.0  # when training has stood still for lack of nodes
     why: str = ""
 
-    def begin(self, moment: Moment) -> Layout:
+    def begin(self, moment: Moment) -> NodeArrangement:
         return self.arrange(tuple(moment.live), None)
 
-    def lose(self, layout: Layout, moment: Moment) -> Reaction:
+    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
         if layout.samples_per_s and not any(node in layout.memory for node in moment.lost):
             return self.join(layout, moment)  # who is lost only waited
         then = self.arrange(tuple(moment.live), layout)
@@ -67,7 +67,7 @@ class Rearranging:
         pause = self.on_loss + then.moving if layout.samples_per_s else self.from_nothing
         return Reaction(then=then, pause=pause, why=self.why)
 
-    def join(self, layout: Layout, moment: Moment) -> Reaction:
+    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
         then = self.arrange(tuple(moment.live), layout)
         if (then.samples_per_s, then.used) == (layout.samples_per_s, layout.used):
             return Reaction(then=None, at_boundary=True)  # nothing to be gained: it waits
@@ -77,7 +77,7 @@ class Rearranging:
         return Reaction(then=then, pause=pause, at_boundary=True, why=self.why)
 
 
-def oobleck(facts: Facts, *, arrange: Arrange | None = None) -> Rearranging:
+def oobleck(facts: ModelFacts, *, arrange: Arrange | None = None) -> Rearranging:
     """The running step is lost; reconfiguring takes what was measured, for a loss as for a join."""
     return Rearranging(
         arrange=arrange or by_table(known(facts, "oobleck")),
@@ -90,7 +90,7 @@ def oobleck(facts: Facts, *, arrange: Arrange | None = None) -> Rearranging:
     )
 
 
-def holdfast(facts: Facts, *, recovery: float, arrange: Arrange) -> Rearranging:
+def holdfast(facts: ModelFacts, *, recovery: float, arrange: Arrange) -> Rearranging:
     """The running step is lost; ``recovery`` seconds as measured, and what ``arrange`` says that moving takes."""
     return Rearranging(
         arrange=arrange,
@@ -103,7 +103,7 @@ def holdfast(facts: Facts, *, recovery: float, arrange: Arrange) -> Rearranging:
     )
 
 
-def varuna(facts: Facts) -> Rearranging:
+def varuna(facts: ModelFacts) -> Rearranging:
     """A checkpoint every so many steps; a loss kills everything and goes back to the last one.
 
     The measured restart includes a checkpoint's time, which the published simulation takes off; so do we.
@@ -121,16 +121,16 @@ def varuna(facts: Facts) -> Rearranging:
     )
 
 
-def saving(facts: Facts, trace: Trace) -> Interval:
+def saving(facts: ModelFacts, trace: Trace) -> Interval:
     """How often plain checkpoint-restart saves: as Young and Daly advise.
 
     They are told how often this trace loses nodes, which nobody knows in advance. Of the whole numbers of steps
     around what they advise, the better. Where nothing is lost, saving may cost what it may cost at our own.
 
     >>> from dataclasses import replace
-    >>> from holdfast.simulate.tables import example
-    >>> from holdfast.simulate.trace import Change
-    >>> trace = Trace(name="t", start=0, end=90, nodes=("a",), changes=(Change(time=45, lost=("a",)),))
+    >>> from holdfast.simulate.measured_tables import example
+    >>> from holdfast.simulate.trace import NodeChange
+    >>> trace = Trace(name="t", start=0, end=90, nodes=("a",), changes=(NodeChange(time=45, lost=("a",)),))
     >>> saving(example(), trace)
     Interval(steps=8, reason='it saves every 8 steps, as Young and Daly advise for this very trace')
     >>> saving(example(), replace(trace, changes=())).reason
@@ -155,7 +155,7 @@ def saving(facts: Facts, trace: Trace) -> Interval:
     )
 
 
-def restart(facts: Facts, trace: Trace) -> Rearranging:
+def restart(facts: ModelFacts, trace: Trace) -> Rearranging:
     """What most people run: as Varuna, but with the whole restart, and saving as often as :func:`saving` says."""
     return Rearranging(
         arrange=by_table(known(facts, "varuna")),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from holdfast.simulate.course import Layout, Moment, Reaction
-from holdfast.simulate.tables import Speeds
+from holdfast.simulate.course import Moment, NodeArrangement, Reaction
+from holdfast.simulate.measured_tables import Speeds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class RecycleGrid:
     """Pipelines of equal depth; how many nodes each stage has lost, and how many nodes wait beside.
 
-    >>> Grid(pipelines=3, lost=(0, 0), waiting=1).nodes
+    >>> RecycleGrid(pipelines=3, lost=(0, 0), waiting=1).nodes
     7
     """
 
@@ -34,10 +34,10 @@ class Grid:
         """A stage is gone, with its layers."""
         return self.pipelines <= max(self.lost)
 
-    def without(self, draw: float) -> Grid:
+    def without(self, draw: float) -> RecycleGrid:
         """After the loss of the node at this share of all nodes.
 
-        >>> grid = Grid(pipelines=2, lost=(0, 0), waiting=1)
+        >>> grid = RecycleGrid(pipelines=2, lost=(0, 0), waiting=1)
         >>> grid.without(0.0).lost, grid.without(0.5).lost, grid.without(0.9).waiting
         ((1, 0), (0, 1), 0)
         """
@@ -48,11 +48,11 @@ class Grid:
                 return replace(self, lost=_plus(self.lost, stage, 1))
         return replace(self, waiting=self.waiting - 1)
 
-    def levelled(self) -> Grid:
+    def levelled(self) -> RecycleGrid:
         """Waiting nodes take the places of lost ones, and the losses that remain are spread over the stages.
 
-        >>> Grid(pipelines=5, lost=(3, 0, 1), waiting=1).levelled()
-        Grid(pipelines=5, lost=(1, 1, 1), waiting=0)
+        >>> RecycleGrid(pipelines=5, lost=(3, 0, 1), waiting=1).levelled()
+        RecycleGrid(pipelines=5, lost=(1, 1, 1), waiting=0)
         """
         filled = min(self.waiting, sum(self.lost))
         each, more = divmod(sum(self.lost) - filled, len(self.lost))
@@ -65,9 +65,9 @@ class Grid:
         All is counted in the time of a stage for one micro-batch. A step while all are there has M of them in each
         pipeline, and S - 1 to fill and empty it. A stage that has lost f of D nodes has M·D/(D - f), in whole ones.
 
-        >>> Grid(pipelines=5, lost=(0,) * 6, waiting=0).slowdown(120)
+        >>> RecycleGrid(pipelines=5, lost=(0,) * 6, waiting=0).slowdown(120)
         1.0
-        >>> round(Grid(pipelines=5, lost=(1, 1, 1, 0, 0, 0), waiting=0).slowdown(120), 3)
+        >>> round(RecycleGrid(pipelines=5, lost=(1, 1, 1, 0, 0, 0), waiting=0).slowdown(120), 3)
         1.207
         """
         around = len(self.lost) - 1
@@ -97,11 +97,11 @@ class ReCycle:
     creation: float = 0.0
     boundary_seconds: float = 0.0
 
-    def begin(self, moment: Moment) -> Layout:
+    def begin(self, moment: Moment) -> NodeArrangement:
         return self._layout(self._fresh(len(moment.live)))
 
-    def lose(self, layout: Layout, moment: Moment) -> Reaction:
-        grid: Grid = layout.memory
+    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
+        grid: RecycleGrid = layout.memory
         for draw in moment.draws:
             grid = grid.without(draw)
         if grid.lost == layout.memory.lost:
@@ -115,8 +115,8 @@ class ReCycle:
             return Reaction(then=then, pause=self.restart, why="restarting")
         return Reaction(then=then, pause=self.on_loss, why="rerouting")
 
-    def join(self, layout: Layout, moment: Moment) -> Reaction:
-        grid: Grid = layout.memory
+    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
+        grid: RecycleGrid = layout.memory
         more = replace(grid, waiting=grid.waiting + len(moment.live) - grid.nodes)
         meanwhile = replace(layout, memory=more)
         fresh = self._fresh(len(moment.live))
@@ -143,19 +143,19 @@ class ReCycle:
         """
         found: dict[int, float] = {}
         for pipelines in range(1, self.speeds.most // self.stages + 1):
-            whole = Grid(pipelines=pipelines, lost=(0,) * self.stages, waiting=0)
+            whole = RecycleGrid(pipelines=pipelines, lost=(0,) * self.stages, waiting=0)
             for gone in range(self.stages * (pipelines - 1) + 1):
                 grid = replace(whole, lost=_plus(whole.lost, 0, gone)).levelled()
                 speed = self._layout(grid).samples_per_s
                 found[grid.running] = max(found.get(grid.running, 0.0), speed)
         return Speeds(dict(sorted(found.items())))
 
-    def _fresh(self, nodes: int) -> Grid:
+    def _fresh(self, nodes: int) -> RecycleGrid:
         pipelines = min(nodes, self.speeds.most) // self.stages
-        return Grid(pipelines=pipelines, lost=(0,) * self.stages, waiting=nodes - pipelines * self.stages)
+        return RecycleGrid(pipelines=pipelines, lost=(0,) * self.stages, waiting=nodes - pipelines * self.stages)
 
-    def _layout(self, grid: Grid) -> Layout:
+    def _layout(self, grid: RecycleGrid) -> NodeArrangement:
         full = 0.0 if grid.is_broken else self.speeds.at(grid.pipelines * self.stages)[0]
         if not full or grid.running < self.speeds.fewest:  # as for everybody: nobody knows
-            return Layout(samples_per_s=0.0, used=0, memory=grid)
-        return Layout(samples_per_s=full / grid.slowdown(self.micro_batches), used=grid.running, memory=grid)
+            return NodeArrangement(samples_per_s=0.0, used=0, memory=grid)
+        return NodeArrangement(samples_per_s=full / grid.slowdown(self.micro_batches), used=grid.running, memory=grid)

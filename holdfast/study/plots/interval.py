@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from holdfast.plan.interval import SHORTEST
+from holdfast.plan.save_interval import SHORTEST
 from holdfast.study.advice.format import choose_format
 from holdfast.study.advice.interval import Rhythm, rhythm_of
 from holdfast.study.numbers import duration_text, share_text

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan import replay as module
-from holdfast.plan.lines import Layout, Line
-from holdfast.plan.records import Direction, Holding, Key, holdings_of
-from holdfast.plan.replay import Impossible, Replay, Situation, Sources, needed, plan_replay
-from holdfast.plan.shares import shares
+from holdfast.plan import replay_plan as module
+from holdfast.plan.batch import shares
+from holdfast.plan.layout import Layout, PlacedPipeline
+from holdfast.plan.log_records import Direction, HeldRecords, Key, holdings_of
+from holdfast.plan.replay_plan import Impossible, Replay, Situation, Sources, needed, plan_replay
 
 FORWARD, BACKWARD, TIE = Direction.FORWARD, Direction.BACKWARD, Direction.TIE
 
@@ -60,7 +60,7 @@ def make_layout(rng: random.Random, layers: int, workers: int) -> Layout:
         stages = rng.randint(1, min(len(order), layers))
         cuts = sorted(rng.sample(range(1, layers), stages - 1))
         ends = itertools.pairwise([0, *cuts, layers])
-        lines.append(Line(ranks=tuple(order[:stages]), layers=tuple(range(a, b) for a, b in ends)))
+        lines.append(PlacedPipeline(ranks=tuple(order[:stages]), layers=tuple(range(a, b) for a, b in ends)))
         order = order[stages:]
     return Layout(lines=tuple(lines), size=workers, layers=layers, tolerate=0, minimum=1, reason="")
 
@@ -219,14 +219,14 @@ def test_holdings_say_what_is_there_and_nothing_else(case: Case) -> None:
         held = holdings_of(keys)
         for key in case.there | keys:
             assert any(each.has(key) for each in held) == (key in keys)
-        assert [Holding.from_json(each.to_json()) for each in held] == held
+        assert [HeldRecords.from_json(each.to_json()) for each in held] == held
 
 
 # --- by hand -------------------------------------------------------------------------------------
 
 
-def kept(direction: Direction, boundary: int, *, first: int = 0, stop: int = 4, micro: int = 8) -> Holding:
-    return Holding(direction=direction, boundary=boundary, first=first, stop=stop, micro_batches=((0, micro),))
+def kept(direction: Direction, boundary: int, *, first: int = 0, stop: int = 4, micro: int = 8) -> HeldRecords:
+    return HeldRecords(direction=direction, boundary=boundary, first=first, stop=stop, micro_batches=((0, micro),))
 
 
 SIX = Situation(

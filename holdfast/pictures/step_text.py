@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from rich.text import Text
 
-from holdfast.plan.picture import KINDS, NAMES, Bar, Chart, some
-from holdfast.plan.words import layers_text
+from holdfast.pictures.plan_words import layers_text
+from holdfast.pictures.step_chart import KINDS, NAMES, Bar, Chart, some
 
 STAGES = 12  # rows of a picture
 # Each kind has a character of its own, for terminals without colour.

@@ -62,10 +62,10 @@ def choose(
 
 
 @dataclass(kw_only=True)
-class Costs:
+class SaveCosts:
     """Measures what saves cost: the stall, and what steps take longer while one is written.
 
-    >>> costs = Costs()
+    >>> costs = SaveCosts()
     >>> for seconds in (1.0, 1.0, 1.0): costs.step(seconds, saving=False)
     >>> costs.save(stall=0.5); costs.step(1.5, saving=True); costs.step(1.0, saving=False)
     >>> costs.lost_seconds

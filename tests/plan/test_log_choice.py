@@ -10,9 +10,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan import logging as module
-from holdfast.plan.lines import Layout, Line
-from holdfast.plan.logging import Logging, Tie, choose_boundaries
+from holdfast.plan import log_choice as module
+from holdfast.plan.layout import Layout, PlacedPipeline
+from holdfast.plan.log_choice import LogChoice, Tie, choose_boundaries
 from holdfast.plan.profile import Profile, uniform
 from tests.plan import judge
 
@@ -26,7 +26,7 @@ class Case:
     budget: int
     ties: tuple[Tie, ...] = ()
 
-    def choose(self) -> Logging:
+    def choose(self) -> LogChoice:
         return choose_boundaries(
             self.layout,
             profile=self.profile,
@@ -37,20 +37,20 @@ class Case:
         )
 
 
-def cuts(line: Line) -> set[int]:
+def cuts(line: PlacedPipeline) -> set[int]:
     return {layers.start for layers in line.layers[1:]}
 
 
-def make_line(rng: random.Random, ranks: list[int], layers: int) -> Line:
+def make_line(rng: random.Random, ranks: list[int], layers: int) -> PlacedPipeline:
     ends = [0, *sorted(rng.sample(range(1, layers), len(ranks) - 1)), layers]
-    return Line(ranks=tuple(ranks), layers=tuple(range(a, b) for a, b in itertools.pairwise(ends)))
+    return PlacedPipeline(ranks=tuple(ranks), layers=tuple(range(a, b) for a, b in itertools.pairwise(ends)))
 
 
 def make_case(seed: int) -> Case:
     """One to three pipelines, some with cuts of their own; of different lengths, so that their shares differ."""
     rng = random.Random(seed)
     layers = rng.randint(3, 9)
-    lines: list[Line] = []
+    lines: list[PlacedPipeline] = []
     size = 0
     for _ in range(rng.choice([1, 1, 2, 3])):
         stages = rng.randint(1, min(5, layers))
@@ -100,6 +100,10 @@ def check(case: Case) -> None:
     assert found.reason
 
 
+def test_shared_weights_that_fit_one_by_one_may_not_fit_together() -> None:
+    check(make_case(1641891))
+
+
 @given(cases)
 @settings(deadline=None, max_examples=300)
 def test_what_is_logged_fits_into_the_budget(case: Case) -> None:
@@ -122,7 +126,7 @@ def test_more_budget_never_takes_longer_to_recover(case: Case) -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-def replay_seconds(case: Case, found: Logging) -> float:
+def replay_seconds(case: Case, found: LogChoice) -> float:
     """The expected time to replay a step, when each stage is as likely to be lost."""
     (line,) = case.layout.lines
     ends = [0, *sorted(found.boundaries), case.layout.layers]
@@ -148,8 +152,8 @@ def test_without_a_limit_all_cuts_are_logged() -> None:
 
 
 def test_a_cut_that_only_one_pipeline_has_is_not_logged() -> None:
-    one = Line(ranks=(0, 1, 2), layers=(range(2), range(2, 5), range(5, 8)))
-    other = Line(ranks=(3, 4), layers=(range(5), range(5, 8)))
+    one = PlacedPipeline(ranks=(0, 1, 2), layers=(range(2), range(2, 5), range(5, 8)))
+    other = PlacedPipeline(ranks=(3, 4), layers=(range(5), range(5, 8)))
     layout = Layout(lines=(one, other), size=5, layers=8, tolerate=1, minimum=1, reason="")
     for budget in (None, 10**15):
         found = choose_boundaries(layout, profile=uniform(8), micro_batches=4, interval=10, budget=budget)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from holdfast.plan.outlook import Hit, Hits
-from holdfast.plan.planner import Node
-from holdfast.plan.template import Stage
+from holdfast.plan.planner import NodeName
+from holdfast.plan.template import TemplateStage
 from holdfast.words import ranges_text
 
 
@@ -40,12 +40,12 @@ def gap_text(gap: float) -> str:
     return "proven" if gap <= 0 else f"within {100 * gap:.2g}%"
 
 
-def layers_text(stage: Stage) -> str:
+def layers_text(stage: TemplateStage) -> str:
     """The layers of a stage; the last one is included."""
     return f"{stage.first}" if stage.stop == stage.first + 1 else f"{stage.first}-{stage.stop - 1}"
 
 
-def names_text(pipelines: Sequence[Sequence[Node]], most: int = 3) -> str:
+def names_text(pipelines: Sequence[Sequence[NodeName]], most: int = 3) -> str:
     """The nodes of each pipeline, in their order; numbers that follow each other drawn together.
 
     >>> names_text([["n8", "n9", "n10", "n2"], ["a", "b"], ["c"]], most=2)
@@ -58,9 +58,9 @@ def names_text(pipelines: Sequence[Sequence[Node]], most: int = 3) -> str:
     return " | ".join([*shown, "…"] if len(pipelines) > most else shown)
 
 
-def _successive(nodes: Sequence[Node]) -> list[list[Node]]:
+def _successive(nodes: Sequence[NodeName]) -> list[list[NodeName]]:
     """Runs of names that differ only in a number which counts up."""
-    runs: list[list[Node]] = []
+    runs: list[list[NodeName]] = []
     for node in nodes:
         name = node.rstrip("0123456789")
         number = node[len(name) :]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.plan import stock
 from holdfast.plan.fixed import best_merge, fewest_workers, fixed_cut, merged
-from holdfast.plan.layout import Layout, Line, Role, lay_out, side_by_side
+from holdfast.plan.lay_out import lay_out
+from holdfast.plan.layout import Layout, PlacedPipeline, Role, side_by_side
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Profile, uniform
 from holdfast.plan.sizes import PER_DEVICE
@@ -516,5 +517,5 @@ def test_shares_are_worked_out_once_and_handed_out_as_copies() -> None:
     layout = laid(6, 5, profile=uniform(6, memory=1_300 << 20), micro_batches=20)
     layout.shares(20).clear()
     assert [index for share in layout.shares(20) for index in share] == list(range(20))
-    mixed = replace(layout, lines=(layout.lines[0], Line(ranks=(4,), layers=(range(6),))))
+    mixed = replace(layout, lines=(layout.lines[0], PlacedPipeline(ranks=(4,), layers=(range(6),))))
     assert mixed.shares(4) == [range(0, 2), range(2, 4)], "without a template, equally"

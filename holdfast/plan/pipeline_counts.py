@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.plan.cut import TINY
+from holdfast.plan.stage_cut import TINY
 from holdfast.plan.template import CLOSE, PLENTY, Template
 from holdfast.plan.timeline import Vector
 

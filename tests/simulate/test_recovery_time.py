@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.simulate import recovery
+from holdfast.simulate import recovery_time as recovery
 
 
 def written(path: Path, median: float) -> None:

@@ -15,8 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.plan.compose import Menu
-from holdfast.plan.planner import Plan, make_plan
+from holdfast.plan.pipeline_counts import Menu
+from holdfast.plan.planner import PipelinePlan, make_plan
 from holdfast.plan.profile import uniform
 from holdfast.plan.template import Templates, make_templates
 from tests.plan import judge
@@ -59,9 +59,11 @@ def all_steps(templates: Templates, nodes: int, micro_batches: int) -> dict[tupl
     return found
 
 
-def plan_for(templates: Templates, nodes: list[str], count: int, held: Mapping[str, range] | None = None) -> Plan:
+def plan_for(
+    templates: Templates, nodes: list[str], count: int, held: Mapping[str, range] | None = None
+) -> PipelinePlan:
     plan = make_plan(templates, nodes, micro_batches=count, held=held)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     assert sum(pipeline.micro_batches for pipeline in plan.pipelines) == count
     assert sorted(node for pipeline in plan.pipelines for node in pipeline.nodes) == sorted(nodes)
     assert len(plan.pipelines) > templates.tolerate
@@ -188,7 +190,7 @@ def test_one_pipeline_alone_saves_the_sum_of_gradients() -> None:
     profile = uniform(8, weight_bytes=1 << 30, output_bytes=1 << 10, bandwidth=1e8)
     templates = make_templates(profile, nodes=2, tolerate=0)
     plan = make_plan(templates, ["a", "b"], micro_batches=8)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     assert [pipeline.nodes for pipeline in plan.pipelines] == [("a", "b")]
     both = max(templates.by_nodes[1].seconds(4), templates.by_nodes[1].seconds(4))
     assert plan.seconds < both
@@ -210,9 +212,9 @@ def test_of_many_equal_plans_one_near_the_present_is_taken() -> None:
     templates = make_templates(uniform(12), nodes=60, tolerate=1, minimum=2)
     nodes = [f"n{number}" for number in range(60)]
     before = make_plan(templates, nodes, micro_batches=10)
-    assert isinstance(before, Plan)
+    assert isinstance(before, PipelinePlan)
     after = make_plan(templates, nodes[1:], micro_batches=10, held=before.held(), slack=0.5)
-    assert isinstance(after, Plan)
+    assert isinstance(after, PipelinePlan)
     assert {len(pipeline.nodes) for pipeline in before.pipelines} == {6}
     assert [len(pipeline.nodes) for pipeline in after.pipelines].count(6) >= 8
     assert after.moved_bytes == 0
@@ -222,9 +224,9 @@ def test_a_node_that_a_step_cannot_feed_waits() -> None:
     """Before the start it is an error; a run that goes on must not stop because somebody joins."""
     templates = make_templates(uniform(1), nodes=3, tolerate=1)
     two = make_plan(templates, ["a", "b"], micro_batches=2)
-    assert isinstance(two, Plan)
+    assert isinstance(two, PipelinePlan)
     three = make_plan(templates, ["a", "b", "c"], micro_batches=2, held=two.held())
-    assert isinstance(three, Plan)
+    assert isinstance(three, PipelinePlan)
     assert three.spares == ("c",)
     assert "no more micro-batches" in three.reason
     with pytest.raises(UsageError, match="nearest number that can be shared is 3"):

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.plan.records import Direction, Holding, Key
+from holdfast.plan.log_records import Direction, HeldRecords, Key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Situation:
     step: int
     checkpoints: Sequence[int]
     micro_batches: Callable[[int], int]
-    holdings: Sequence[Sequence[Holding]]
+    holdings: Sequence[Sequence[HeldRecords]]
     ties: Sequence[Sequence[int]] = ()
     _whole: dict[tuple[Direction, int, int, int], bool] = field(default_factory=dict, repr=False)
 
@@ -85,8 +85,8 @@ def _cover(spans: Sequence[tuple[int, int]], wanted: range) -> bool:
 def plan_replay(situation: Situation) -> Replay | Impossible:
     """The fewest layers that have to be computed again, from the newest checkpoint for which that is possible.
 
-    >>> kept = [Holding(direction=Direction.FORWARD, boundary=2, first=4, stop=6, micro_batches=((0, 8),)),
-    ...         Holding(direction=Direction.BACKWARD, boundary=4, first=4, stop=6, micro_batches=((0, 8),))]
+    >>> kept = [HeldRecords(direction=Direction.FORWARD, boundary=2, first=4, stop=6, micro_batches=((0, 8),)),
+    ...         HeldRecords(direction=Direction.BACKWARD, boundary=4, first=4, stop=6, micro_batches=((0, 8),))]
     >>> found = plan_replay(Situation(layers=6, lost=[2, 3], step=6, checkpoints=[0, 4], micro_batches=lambda step: 8,
     ...                               holdings=[kept[:1], kept[1:]]))
     >>> found.spans, found.reason
@@ -171,8 +171,8 @@ def needed(replay: Replay, step: int, share: range, *, layers: int, ties: Sequen
 class Sources:
     """Who has which record; of several, the first."""
 
-    def __init__(self, holdings: Sequence[Sequence[Holding]]) -> None:
-        self._at: dict[tuple[Direction, int], list[tuple[int, Holding]]] = {}
+    def __init__(self, holdings: Sequence[Sequence[HeldRecords]]) -> None:
+        self._at: dict[tuple[Direction, int], list[tuple[int, HeldRecords]]] = {}
         for rank, each in enumerate(holdings):
             for held in each:
                 self._at.setdefault((held.direction, held.boundary), []).append((rank, held))

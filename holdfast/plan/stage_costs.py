@@ -25,12 +25,12 @@ class Chain:
         return stage % self.per_node == 0
 
 
-class Costs:
+class StageCosts:
     """A profile as arrays: sums over layers [a, b) at a glance.
 
     >>> from holdfast.plan.profile import uniform
     >>> chain = Chain(stages=2, per_node=1, lanes=1, micro_batches=8)
-    >>> [times.forward for times in Costs(uniform(4)).times(chain, (0, 1, 4))]
+    >>> [times.forward for times in StageCosts(uniform(4)).times(chain, (0, 1, 4))]
     [0.01, 0.03]
     """
 

@@ -67,7 +67,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ModelFacts:
     """One model: what the systems' rules are fed with. Times in seconds."""
 
     model: str
@@ -90,7 +90,7 @@ class Facts:
     def best(self, *more: Speeds) -> Speeds:
         """The most that any of the systems, or of ``more``, makes of so many nodes or fewer.
 
-        >>> from holdfast.simulate.tables import example
+        >>> from holdfast.simulate.measured_tables import example
         >>> example().best()
         Speeds(by_nodes={2: 8.0, 3: 8.0, 4: 20.0}, used={2: 2, 3: 2, 4: 4})
         """
@@ -109,13 +109,13 @@ class Facts:
         )
 
 
-def example() -> Facts:
+def example() -> ModelFacts:
     """A small made-up model, for examples and tests.
 
     >>> example().speeds["bamboo"] is None
     True
     """
-    return Facts(
+    return ModelFacts(
         model="example",
         samples_per_step=100,
         speeds={
@@ -143,10 +143,10 @@ class Tables:
     """A tables file."""
 
     source: str
-    models: Mapping[str, Facts]
+    models: Mapping[str, ModelFacts]
     published: Mapping[str, Mapping[str, Mapping[str, float]]]  # system, model, trace: average samples per second
 
-    def facts(self, model: str) -> Facts:
+    def facts(self, model: str) -> ModelFacts:
         if model not in self.models:
             raise UsageError(f"the tables have no model {model!r}", hint=f"they have {', '.join(self.models)}")
         return self.models[model]
@@ -191,12 +191,12 @@ def parse_tables(document: Any, *, source: str = "") -> Tables:
     )
 
 
-def _facts(document: Any, model: str, speeds: dict[str, Speeds | None]) -> Facts:
+def _facts(document: Any, model: str, speeds: dict[str, Speeds | None]) -> ModelFacts:
     bamboo, varuna = document["bamboo"], document["varuna"]
     every = varuna["checkpoint_every_steps"]
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"checkpoint_every_steps is {every!r}")
-    return Facts(
+    return ModelFacts(
         model=model,
         samples_per_step=_positive(document["samples_per_step"][model], f"samples_per_step of {model}"),
         speeds={**speeds, "recycle": speeds["oobleck"]},  # fault-free throughput: nobody measured ReCycle there

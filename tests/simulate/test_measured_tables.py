@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.simulate.tables import Speeds, parse_tables, read_tables
+from holdfast.simulate.measured_tables import Speeds, parse_tables, read_tables
 
 SMALL: dict[str, Any] = {
     "samples_per_s_by_nodes": {"oobleck": {"m": {"2": 5, "3": 9.5}}, "bamboo": {"m": None}, "varuna": {"m": {"2": 4}}},

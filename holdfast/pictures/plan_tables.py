@@ -7,12 +7,12 @@ from itertools import groupby
 
 from rich.console import Console
 
-from holdfast.plan.outlook import Case, Losses, Outlook
-from holdfast.plan.picture import PANELS, chart, idle_shares, some
-from holdfast.plan.planner import Pipeline, Plan, Shortage
+from holdfast.pictures.plan_words import gap_text, hits_text, names_text, pipelines_text, runs
+from holdfast.pictures.step_chart import PANELS, chart, idle_shares, some
+from holdfast.pictures.step_text import STAGES, drawing, legend
+from holdfast.plan.outlook import LossCase, LossesAtOnce, Outlook
+from holdfast.plan.planner import Pipeline, PipelinePlan, Shortage
 from holdfast.plan.template import PER_DEVICE, Template, Templates
-from holdfast.plan.terminal import STAGES, drawing, legend
-from holdfast.plan.words import gap_text, hits_text, names_text, pipelines_text, runs
 from holdfast.screen import Screen
 from holdfast.words import count, ranges_text, seconds_text, size_text
 
@@ -20,7 +20,7 @@ ROWS = 8  # of a table
 WIDE = 120  # where a pipe has no width
 
 
-def show(console: Console, templates: Templates, plan: Plan, outlook: Outlook) -> None:
+def show(console: Console, templates: Templates, plan: PipelinePlan, outlook: Outlook) -> None:
     """Everything about a plan."""
     _say(console, planned_for(templates, plan), style="bold")
     _templates(console, templates, plan)
@@ -34,7 +34,7 @@ def show(console: Console, templates: Templates, plan: Plan, outlook: Outlook) -
     _say(console, f"one node joins: {sizes}" + (f", step {step}, {moved} moved" if step else ""))
 
 
-def planned_for(templates: Templates, plan: Plan) -> str:
+def planned_for(templates: Templates, plan: PipelinePlan) -> str:
     """The title: what it is a plan for."""
     nodes = sum(len(pipeline.nodes) for pipeline in plan.pipelines) + len(plan.spares)
     each = f" with {count(templates.devices, 'device')} each" if templates.devices > 1 else ""
@@ -46,12 +46,12 @@ def planned_for(templates: Templates, plan: Plan) -> str:
     return f"{templates.profile.model} on {count(nodes, 'node')}{each}, {may}"
 
 
-def headings(plan: Plan) -> list[tuple[str, Pipeline]]:
+def headings(plan: PipelinePlan) -> list[tuple[str, Pipeline]]:
     """One pipeline of each kind, and what it stands for."""
     return [(_heading(group), group[0]) for group in alike(plan)]
 
 
-def alike(plan: Plan) -> list[list[Pipeline]]:
+def alike(plan: PipelinePlan) -> list[list[Pipeline]]:
     """Pipelines of as many nodes and micro-batches, together."""
     groups: dict[tuple[int, int], list[Pipeline]] = {}
     for pipeline in plan.pipelines:
@@ -73,7 +73,7 @@ def _heading(group: Sequence[Pipeline]) -> str:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def _templates(console: Console, templates: Templates, plan: Plan) -> None:
+def _templates(console: Console, templates: Templates, plan: PipelinePlan) -> None:
     used = {len(pipeline.nodes) for pipeline in plan.pipelines}
     sizes = sorted(templates.by_nodes)
     shown = sorted(used | {sizes[at] for at in some(len(sizes), ROWS)})
@@ -97,7 +97,7 @@ def _template(one: Template, *, used: bool) -> list[str]:
     ]
 
 
-def _pipelines(console: Console, templates: Templates, plan: Plan) -> None:
+def _pipelines(console: Console, templates: Templates, plan: PipelinePlan) -> None:
     groups = alike(plan)
     rows = []
     for group in groups[:ROWS]:
@@ -113,7 +113,7 @@ def _pipelines(console: Console, templates: Templates, plan: Plan) -> None:
     _say(console, plan.reason, style="dim")
 
 
-def _drawings(console: Console, plan: Plan) -> None:
+def _drawings(console: Console, plan: PipelinePlan) -> None:
     panels = headings(plan)
     for heading, pipeline in panels[:PANELS]:
         one = chart(pipeline)
@@ -130,7 +130,7 @@ def _drawings(console: Console, plan: Plan) -> None:
 # --- what comes after -----------------------------------------------------------------------------
 
 
-def _losses(console: Console, losses: Losses) -> None:
+def _losses(console: Console, losses: LossesAtOnce) -> None:
     groups = same_outcome(losses.cases)
     rows = [
         [hits_text([case.hits for case in group]), f"{sum(case.alike for case in group):,}", *_outcome(group[0].after)]
@@ -142,10 +142,10 @@ def _losses(console: Console, losses: Losses) -> None:
     _note(console, _more(len(groups) - ROWS, "outcome") + unseen)
 
 
-def same_outcome(cases: Sequence[Case]) -> list[list[Case]]:
+def same_outcome(cases: Sequence[LossCase]) -> list[list[LossCase]]:
     """Cases after which the same is done, drawn together; they come with the worst first."""
 
-    def outcome(case: Case) -> tuple[object, ...]:
+    def outcome(case: LossCase) -> tuple[object, ...]:
         return case.badness, *_outcome(case.after)
 
     return [list(same) for _, same in groupby(cases, key=outcome)]
@@ -159,7 +159,7 @@ def _fewer(console: Console, outlook: Outlook) -> None:
         _table(console, [">nodes left", "pipelines then~", ">step", ">moved"], rows, title=title)
 
 
-def _outcome(after: Plan | Shortage) -> list[str]:
+def _outcome(after: PipelinePlan | Shortage) -> list[str]:
     if isinstance(after, Shortage):
         return [f"training stops: {after.reason}", "", ""]
     lost = f"; layers {ranges_text(after.lost)} are lost" if after.lost else ""

@@ -8,12 +8,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.simulate.outcome import Outcome
+from holdfast.simulate.outcome import SystemOutcome
 from holdfast.simulate.trace import Trace
 from holdfast.words import count
 
 
-def show(console: Console, trace: Trace, model: str, outcomes: Sequence[Outcome], *, best: float) -> None:
+def show(console: Console, trace: Trace, model: str, outcomes: Sequence[SystemOutcome], *, best: float) -> None:
     """The table: a row for each system."""
     fewest, most = min(trace.counts), max(trace.counts)
     nodes = count(most, "node") if fewest == most else f"{fewest:,} to {count(most, 'node')}"
@@ -31,7 +31,7 @@ def show(console: Console, trace: Trace, model: str, outcomes: Sequence[Outcome]
     console.print(table)
 
 
-def _row(outcome: Outcome, best: float) -> list[str]:
+def _row(outcome: SystemOutcome, best: float) -> list[str]:
     if not outcome.runs:
         return [outcome.system, "", "", "", "", "", outcome.note]
     ratio = f"{outcome.samples_per_s / best:.1%}" if best else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError
-from holdfast.simulate.outcome import Outcome
+from holdfast.simulate.outcome import SystemOutcome
 from holdfast.simulate.trace import Trace
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ LONGEST = 110  # letters of a line above
 OURS, OTHERS, IDEAL, NODES = "#d62839", "#3a6ea5", "#dfe4ea", "#9aa5b1"
 
 
-def plot(path: Path, trace: Trace, model: str, outcomes: Sequence[Outcome], ideal: Outcome) -> None:
+def plot(path: Path, trace: Trace, model: str, outcomes: Sequence[SystemOutcome], ideal: SystemOutcome) -> None:
     """Writes the picture; systems that cannot run are named in the title."""
     import matplotlib
 
@@ -51,13 +51,13 @@ def plot(path: Path, trace: Trace, model: str, outcomes: Sequence[Outcome], idea
             plt.close(figure)
 
 
-def _title(trace: Trace, model: str, outcomes: Sequence[Outcome]) -> str:
+def _title(trace: Trace, model: str, outcomes: Sequence[SystemOutcome]) -> str:
     cannot = [f"{outcome.system}: {outcome.note}" for outcome in outcomes if not outcome.runs]
     lines = [f"{model} along {trace.name}", *cannot]
     return "\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines)
 
 
-def _throughput(axes: Axes, outcome: Outcome, ideal: Outcome) -> None:
+def _throughput(axes: Axes, outcome: SystemOutcome, ideal: SystemOutcome) -> None:
     start, end = outcome.segments[0].start, outcome.segments[-1].end
     edges = [(start + (end - start) * number / BINS) / 3600 for number in range(BINS + 1)]
     best = ideal.over_time(BINS)

@@ -8,10 +8,10 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.pictures.plan_words import layers_text
 from holdfast.plan.planner import Pipeline
-from holdfast.plan.template import Stage, Template
+from holdfast.plan.template import Template, TemplateStage
 from holdfast.plan.timeline import simulate
-from holdfast.plan.words import layers_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def _in_a_lane(pipeline: Pipeline) -> int:
     return max(1, ceil(pipeline.micro_batches / pipeline.template.lanes))
 
 
-def _tail(pipeline: Pipeline, stage: Stage) -> float:
+def _tail(pipeline: Pipeline, stage: TemplateStage) -> float:
     """Seconds that a stage has to do after its last backward."""
     return stage.update + (0.0 if pipeline.alone else stage.exchange)
 

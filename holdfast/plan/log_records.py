@@ -37,7 +37,7 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Holding:
+class HeldRecords:
     """Records that a worker has: of all steps in [first, stop), the same micro-batches at one boundary."""
 
     direction: Direction
@@ -49,7 +49,7 @@ class Holding:
     def has(self, key: Key) -> bool:
         """Whether the record is among them.
 
-        >>> held = Holding(direction=Direction.FORWARD, boundary=3, first=0, stop=9, micro_batches=((0, 2), (6, 8)))
+        >>> held = HeldRecords(direction=Direction.FORWARD, boundary=3, first=0, stop=9, micro_batches=((0, 2), (6, 8)))
         >>> held.has(Key(step=8, boundary=3, micro_batch=7, direction=Direction.FORWARD))
         True
         """
@@ -63,9 +63,9 @@ class Holding:
         return [int(self.direction), self.boundary, self.first, self.stop, self.micro_batches]
 
     @staticmethod
-    def from_json(data: list[Any]) -> Holding:
+    def from_json(data: list[Any]) -> HeldRecords:
         direction, boundary, first, stop, ranges = data
-        return Holding(
+        return HeldRecords(
             direction=Direction(direction),
             boundary=boundary,
             first=first,
@@ -74,7 +74,7 @@ class Holding:
         )
 
 
-def holdings_of(keys: Iterable[Key]) -> list[Holding]:
+def holdings_of(keys: Iterable[Key]) -> list[HeldRecords]:
     """Records in few words.
 
     >>> where = {"boundary": 1, "direction": Direction.FORWARD}
@@ -82,11 +82,11 @@ def holdings_of(keys: Iterable[Key]) -> list[Holding]:
     >>> [(h.first, h.stop, h.micro_batches) for h in holdings_of(keys)]
     [(4, 7, ((0, 2), (3, 4)))]
     """
-    found: list[Holding] = []
+    found: list[HeldRecords] = []
     ordered = sorted((key.direction, key.boundary, key.step, key.micro_batch) for key in keys)
     for (direction, boundary, step), group in groupby(ordered, key=lambda entry: entry[:3]):
         ranges = _ranges(number for *_, number in group)
-        here = Holding(direction=direction, boundary=boundary, first=step, stop=step + 1, micro_batches=ranges)
+        here = HeldRecords(direction=direction, boundary=boundary, first=step, stop=step + 1, micro_batches=ranges)
         if found and replace(found[-1], first=step, stop=found[-1].stop + 1) == here:
             here = replace(here, first=found.pop().first)
         found.append(here)

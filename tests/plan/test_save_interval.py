@@ -7,7 +7,7 @@ import math
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.plan.interval import choose
+from holdfast.plan.save_interval import choose
 
 
 def lost_per_second(steps: int, *, step: float, save: float, between: float) -> float:

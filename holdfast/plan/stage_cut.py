@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.plan.costs import Chain, Costs
+from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.plan.timeline import Vector, last_ends
 
 EFFORT = 6_000  # vector operations spent on a template's cuts; in all tests enough to finish models of up to 10 layers
@@ -32,7 +32,7 @@ TINY = 1e-12  # rounding: not a difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class StageCut:
     """Layers [bounds[i], bounds[i+1]) are stage i; no cut of the chain is faster than ``least``."""
 
     bounds: tuple[int, ...]
@@ -41,7 +41,7 @@ class Cut:
     effort: int = 0  # that finding it took
 
 
-class Bounds:
+class LowerBounds:
     """Lower bounds of every suffix, by its first stage and layer.
 
     ``done`` bounds the end of the stage's last backward, ``step`` that of all stages from it on with what
@@ -49,7 +49,7 @@ class Bounds:
     boundaries before are left out of the first two: everything behind has to add them.
     """
 
-    def __init__(self, costs: Costs, chain: Chain) -> None:
+    def __init__(self, costs: StageCosts, chain: Chain) -> None:
         self.costs = costs
         self.chain = chain
         stages, size = chain.stages, costs.count + 1
@@ -93,7 +93,7 @@ class Bounds:
         """No cut can be faster; infinite if none fits the memory."""
         return float(self.step[0, 0])
 
-    def stage(self, stage: int, first: Vector, stop: Vector) -> _Part:
+    def stage(self, stage: int, first: Vector, stop: Vector) -> _StageBound:
         """What layers [first, stop) mean as this stage, with the best that may come behind; infinite if too large."""
         costs, chain = self.costs, self.chain
         send = self.sends[stage, 0, first]
@@ -107,7 +107,7 @@ class Bounds:
         done = np.maximum(own, self.done[stage + 1, stop] + send + backward)
         misfit = np.where(self._fits(hidden + 1, first, stop), 0.0, np.inf)
         update, exchange = costs.after(chain, first, stop)
-        return _Part(
+        return _StageBound(
             done=done + misfit,
             after=update + exchange,
             backward=backward,
@@ -147,14 +147,14 @@ def _furthest(sums: Vector, limit: float) -> int:
     return max(int(reach.max()), 1)
 
 
-class _Part(NamedTuple):
+class _StageBound(NamedTuple):
     done: Vector
     after: Vector
     backward: Vector
     round_trip: Vector
 
 
-class _Open(NamedTuple):
+class _OpenCut(NamedTuple):
     """A cut that is not complete: ordered by its bound, on equal bounds the deepest first."""
 
     bound: float
@@ -164,19 +164,19 @@ class _Open(NamedTuple):
     back: float  # from the next stage's last backward to the end of a step
 
 
-def best_cut(bounds: Bounds, *, effort: int = EFFORT, rival: float = np.inf) -> Cut | None:
+def best_cut(bounds: LowerBounds, *, effort: int = EFFORT, rival: float = np.inf) -> StageCut | None:
     """The fastest cut into ``chain.stages`` stages that fits the memory; None if none does.
 
     Cuts that are no faster than ``rival`` are not looked for: another chain has a better one.
 
     >>> from holdfast.plan.profile import uniform
     >>> chain = Chain(stages=2, per_node=1, lanes=1, micro_batches=8)
-    >>> best_cut(Bounds(Costs(uniform(4)), chain)).bounds
+    >>> best_cut(LowerBounds(StageCosts(uniform(4)), chain)).bounds
     (0, 2, 4)
     """
     if bounds.least == np.inf:
         return None
-    root = _Open(bounds.least, bounds.chain.stages, (0,), 0.0, 0.0)
+    root = _OpenCut(bounds.least, bounds.chain.stages, (0,), 0.0, 0.0)
     best = _timed(bounds, _first_guess(bounds, root))
     waiting = [root]
     spent = 0
@@ -195,7 +195,7 @@ def best_cut(bounds: Bounds, *, effort: int = EFFORT, rival: float = np.inf) -> 
     return replace(best, least=min(best.seconds, max(rival, bounds.least)), effort=spent)
 
 
-def _polished(bounds: Bounds, best: Cut) -> Cut:
+def _polished(bounds: LowerBounds, best: StageCut) -> StageCut:
     """The cut after moving single boundaries as long as that helps: for a search that could not finish.
 
     Moves are judged by their bound, which is cheap and all but exact; the outcome is timed.
@@ -214,7 +214,7 @@ def _polished(bounds: Bounds, best: Cut) -> Cut:
     return min(best, _timed(bounds, cut), key=lambda cut: cut.seconds)
 
 
-def _children(bounds: Bounds, chosen: _Open, *, below: float) -> list[_Open]:
+def _children(bounds: LowerBounds, chosen: _OpenCut, *, below: float) -> list[_OpenCut]:
     """The ways to choose one more stage, with bounds below a limit."""
     chain, count = bounds.chain, bounds.costs.count
     stage, first, left = chain.stages - chosen.left, chosen.cut[-1], chosen.left - 1
@@ -225,12 +225,12 @@ def _children(bounds: Bounds, chosen: _Open, *, below: float) -> list[_Open]:
     bound = np.maximum(np.maximum(own, bounds.step[stage + 1, stops] + sent), chosen.bound)
     back = part.backward + np.maximum(part.after, chosen.back)
     return [
-        _Open(float(bound[i]), left, (*chosen.cut, int(stops[i])), sent, float(back[i]))
+        _OpenCut(float(bound[i]), left, (*chosen.cut, int(stops[i])), sent, float(back[i]))
         for i in np.flatnonzero(bound < below)
     ]
 
 
-def _first_guess(bounds: Bounds, root: _Open) -> tuple[int, ...]:
+def _first_guess(bounds: LowerBounds, root: _OpenCut) -> tuple[int, ...]:
     """Always the child with the least bound: often the best cut already."""
     chosen = root
     while chosen.left:
@@ -238,13 +238,13 @@ def _first_guess(bounds: Bounds, root: _Open) -> tuple[int, ...]:
     return chosen.cut
 
 
-def _timed(bounds: Bounds, cut: tuple[int, ...]) -> Cut:
+def _timed(bounds: LowerBounds, cut: tuple[int, ...]) -> StageCut:
     forward, backward, after = bounds.occupied(cut)
     ends = last_ends(forward, backward, np.array([bounds.chain.micro_batches]))
-    return Cut(bounds=cut, seconds=float((ends + after).max()), least=0.0)
+    return StageCut(bounds=cut, seconds=float((ends + after).max()), least=0.0)
 
 
-def _closer_bound(bounds: Bounds, cut: tuple[int, ...]) -> float:
+def _closer_bound(bounds: LowerBounds, cut: tuple[int, ...]) -> float:
     """The bound of a whole cut, which may wait for only some of the stages behind. Far cheaper than timing it."""
     forward, backward, after = bounds.occupied(cut)
     both = forward + backward

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.plan.grouping import choose_groups, longest_interval
-from holdfast.plan.lines import Layout, Line
+from holdfast.plan.layout import Layout, PlacedPipeline
 from holdfast.plan.profile import Profile
 from holdfast.words import count, size_text
 
@@ -33,7 +33,7 @@ class Tie:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging:
+class LogChoice:
     """The boundaries whose records are kept, and what that is expected to take."""
 
     boundaries: frozenset[int]
@@ -50,24 +50,24 @@ def choose_boundaries(
     interval: int,
     budget: int | None,
     ties: Sequence[Tie] = (),
-) -> Logging:
+) -> LogChoice:
     """Without a budget all that can be of use; with one, those that the planner's grouping finds.
 
-    >>> from holdfast.plan.lines import Line
-    >>> line = Line(ranks=(0, 1, 2), layers=(range(0, 2), range(2, 3), range(3, 6)))
+    >>> from holdfast.plan.layout import PlacedPipeline
+    >>> line = PlacedPipeline(ranks=(0, 1, 2), layers=(range(0, 2), range(2, 3), range(3, 6)))
     >>> layout = Layout(lines=(line,), size=3, layers=6, tolerate=0, minimum=1, reason="")
     >>> sorted(choose_boundaries(layout, profile=None, micro_batches=8, interval=10, budget=None).boundaries)
     [2, 3]
     """
     cuts = _common_cuts(layout, micro_batches)
     if not cuts:
-        return Logging(boundaries=frozenset(), reason="no boundary is one between stages in every pipeline")
+        return LogChoice(boundaries=frozenset(), reason="no boundary is one between stages in every pipeline")
     if budget is None or profile is None:
         everything = frozenset(cuts)
         size = 0 if profile is None else _crossing(profile, everything, micro_batches, ties)
         reason = f"{count(len(cuts), 'boundary')} logged: there is no {'limit' if budget is None else 'profile'}"
-        return Logging(boundaries=everything, bytes_per_step=size, reason=reason)
-    cuts = [cut for cut in cuts if interval * _tie_bytes(ties, frozenset([cut])) <= budget]
+        return LogChoice(boundaries=everything, bytes_per_step=size, reason=reason)
+    cuts = _affordable(cuts, ties, budget // interval)
     found = choose_groups(
         recovery_seconds=[
             _seconds(profile, range(first, stop)) * micro_batches
@@ -76,11 +76,11 @@ def choose_boundaries(
         boundary_bytes=[_bytes(profile, cut) * micro_batches for cut in cuts],
         bandwidth=profile.between.bandwidth,
         interval=interval,
-        budget=max(budget - interval * _tie_bytes(ties, frozenset(cuts)), 0),
+        budget=budget - interval * _tie_bytes(ties, frozenset(cuts)),
     )
     chosen = frozenset(cuts[number] for number in found.logged)
     size = _crossing(profile, chosen, micro_batches, ties)
-    return Logging(
+    return LogChoice(
         boundaries=chosen,
         bytes_per_step=size,
         longest=longest_interval(bytes_per_step=size, budget=budget),
@@ -95,7 +95,20 @@ def _common_cuts(layout: Layout, micro_batches: int) -> list[int]:
     return sorted(set.intersection(*cuts)) if cuts else []
 
 
-def _cuts(line: Line) -> set[int]:
+def _affordable(cuts: Sequence[int], ties: Sequence[Tie], limit: int) -> list[int]:
+    """Boundaries whose gradients of shared weights fit together into ``limit`` bytes per step; the dearest go first.
+
+    >>> ties = [Tie(layers=(0, 1), bytes=4), Tie(layers=(2, 3), bytes=30)]
+    >>> _affordable([1, 3], ties, 68), _affordable([1, 3], ties, 67)
+    ([1, 3], [1])
+    """
+    left = list(cuts)
+    while _tie_bytes(ties, frozenset(left)) > limit:
+        left.remove(max(left, key=lambda cut: _tie_bytes(ties, frozenset([cut]))))
+    return left
+
+
+def _cuts(line: PlacedPipeline) -> set[int]:
     return {layers.stop for layers in line.layers[:-1]}
 
 

@@ -13,24 +13,24 @@ from rich.console import Console
 
 from bench.races.planner import at_random
 from holdfast.errors import UsageError
-from holdfast.pictures import check_path
+from holdfast.pictures.picture_file import check_path
+from holdfast.pictures.plan_tables import headings, planned_for, show
+from holdfast.pictures.step_chart import KINDS, PANELS, ROWS, chart, idle_shares, save, some
+from holdfast.pictures.step_text import CUT, LOOK, STAGES, drawing, strip, windows
 from holdfast.plan.outlook import look_ahead
-from holdfast.plan.picture import KINDS, PANELS, ROWS, chart, idle_shares, save, some
-from holdfast.plan.planner import Pipeline, Plan, make_plan
+from holdfast.plan.planner import Pipeline, PipelinePlan, make_plan
 from holdfast.plan.profile import Link, Profile, uniform
-from holdfast.plan.show import headings, planned_for, show
 from holdfast.plan.template import Templates, make_templates
-from holdfast.plan.terminal import CUT, LOOK, STAGES, drawing, strip, windows
 from holdfast.plan.timeline import simulate
 
 SLOW = Link(bandwidth=1e8, latency=1e-4)
 
 
-def planned(profile: Profile, nodes: int, **options: int) -> tuple[Templates, Plan]:
+def planned(profile: Profile, nodes: int, **options: int) -> tuple[Templates, PipelinePlan]:
     templates = make_templates(profile, nodes=nodes, **{"tolerate": 1, **options})
     names = [f"n{number}" for number in range(nodes)]
     plan = make_plan(templates, names, micro_batches=4 * nodes * templates.devices)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PipelinePlan)
     return templates, plan
 
 
@@ -40,7 +40,7 @@ def pipeline(layers: int, nodes: int, micro_batches: int, profile: Profile | Non
     return Pipeline(template=templates.by_nodes[nodes], nodes=names, micro_batches=micro_batches)
 
 
-def printed(templates: Templates, plan: Plan, *, width: int = 80, color: bool = False) -> list[str]:
+def printed(templates: Templates, plan: PipelinePlan, *, width: int = 80, color: bool = False) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=width, highlight=False, force_terminal=color, no_color=not color)
     show(console, templates, plan, look_ahead(templates, plan))
