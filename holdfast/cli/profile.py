@@ -100,7 +100,7 @@ class Script:
             atexit.register(self._print)
 
     def until_training(self, look: Callable[[Run], T]) -> T:
-        from holdfast.engine.profile.script import until_training
+        from holdfast.engine.profile.run_script import until_training
 
         with redirect_stdout(sys.stderr) if self._as_json else nullcontext():
             return until_training(self._command, look, module=self._module)
@@ -190,7 +190,7 @@ def _measured(script: Script, *, rounds: int, fresh: bool) -> tuple[Profile, boo
 
 def _publish(made: Profile, target: Path, *, shown: Path, is_cached: bool, screen: Screen) -> None:
     from holdfast.engine.profile.key import write_profile
-    from holdfast.engine.profile.show import show_profile
+    from holdfast.engine.profile.profile_table import show_profile
     from holdfast.words import time_text
 
     show_profile(screen, made)

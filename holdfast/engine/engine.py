@@ -22,14 +22,14 @@ from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.record import Keeper, Recorder
 from holdfast.engine.reduce import Reduction
-from holdfast.engine.rng import seed_everything, seed_of
 from holdfast.engine.stage import Stage, connect, post_of
 from holdfast.engine.statistics import RunningStatistics
-from holdfast.engine.ties import Ties
+from holdfast.engine.tied_gradients import Ties
 from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.schedule import one_forward_one_backward
+from holdfast.rng import seed_everything, seed_of
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

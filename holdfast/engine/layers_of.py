@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from holdfast.engine.hf.cut import from_transformers, layers_of_transformers
 from holdfast.engine.hf.families import what_can_be_cut
+from holdfast.engine.hf.split import from_transformers, layers_of_transformers
 from holdfast.errors import UsageError
 
 YOURSELF = "pass layers=[...] yourself: modules, of which each takes what the one before it gives"

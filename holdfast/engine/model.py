@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from holdfast.engine.boundary import settled
 from holdfast.engine.layers_of import Cut
-from holdfast.engine.rng import seed_everything, seed_of, seed_torch, undisturbed_generators
-from holdfast.engine.sharing import alias_shared
-from holdfast.engine.tied import share, shared_names
+from holdfast.engine.tied_weights import alias_shared, share, shared_names
 from holdfast.errors import UsageError
+from holdfast.rng import seed_everything, seed_of, seed_torch, undisturbed_generators
 
 Layers = nn.Module | Iterable[nn.Module | Callable[[], nn.Module]] | Cut
 

@@ -19,9 +19,7 @@ from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
-from holdfast.data.order import Batches
-from holdfast.data.parted import BatchedOrder
-from holdfast.data.share import Share
+from holdfast.data.order import BatchedOrder, Batches, Share
 from holdfast.engine.engine import Engine
 from holdfast.engine.state import State
 from holdfast.errors import Broken

@@ -22,7 +22,6 @@ from holdfast.engine.again import Again
 from holdfast.engine.engine import Engine
 from holdfast.engine.pipe import TAGS, Inbox, Outbox, read
 from holdfast.engine.record import Key
-from holdfast.engine.rng import undisturbed_generators
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
 from holdfast.errors import Broken
@@ -33,6 +32,7 @@ from holdfast.recovery.copy import pass_on
 from holdfast.recovery.log import Damaged, Log
 from holdfast.recovery.reports import GroupRanks
 from holdfast.recovery.resume import Resumer
+from holdfast.rng import undisturbed_generators
 
 REPLAY_TAG = 4 * TAGS
 

@@ -10,7 +10,7 @@ import pytest
 from holdfast.engine.profile.key import write_profile
 from holdfast.engine.profile.links import Measured
 from holdfast.engine.profile.measure import measure
-from holdfast.engine.profile.script import until_training
+from holdfast.engine.profile.run_script import until_training
 from holdfast.plan.profile import Link
 from tests.cli.conftest import Call
 from tests.cli.profiling import holdfast, script

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.data.fetch import fetch
 from holdfast.engine.engine import Engine
-from holdfast.engine.rng import seed_everything, seed_of, seed_torch
 from holdfast.errors import UsageError
+from holdfast.rng import seed_everything, seed_of, seed_torch
 
 Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
