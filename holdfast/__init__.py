@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError, LossNotFinite, UsageError
 
 if TYPE_CHECKING:
     from holdfast.engine.layers_of import layers_of
-    from holdfast.engine.tied import tied
+    from holdfast.engine.tied_weights import tied
     from holdfast.run.run import Run, Step
     from holdfast.sync.diloco import DiLoCo
     from holdfast.sync.periodic import FedAvg, LocalSGD
@@ -45,7 +45,7 @@ _HOMES = {
     "Run": "holdfast.run.run",
     "Step": "holdfast.run.run",
     "layers_of": "holdfast.engine.layers_of",
-    "tied": "holdfast.engine.tied",
+    "tied": "holdfast.engine.tied_weights",
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bench.peers.common import Progress
 from holdfast.engine.profile.measure import measure
-from holdfast.engine.profile.script import until_training
+from holdfast.engine.profile.run_script import until_training
 
 if TYPE_CHECKING:
     from holdfast.run.run import Run

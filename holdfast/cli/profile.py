@@ -68,7 +68,7 @@ def profile(
         raise UsageError("there is no script to profile", hint="holdfast profile train.py")
     if not module and not Path(command[0]).is_file():
         raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
-    script = Script(command=command, module=module, as_json=as_json)
+    script = ProfiledScript(command=command, module=module, as_json=as_json)
     if check is not None:
         if fresh or peer or (memory, bandwidth, latency) != (None, None, None):
             raise UsageError("--check only compares: it measures nothing, and asks for no links and no memory")
@@ -84,7 +84,7 @@ def profile(
     script.last_line(made.to_json())
 
 
-class Script:
+class ProfiledScript:
     """The user's script, and where its words and ours go."""
 
     def __init__(self, *, command: list[str], module: bool, as_json: bool) -> None:
@@ -100,7 +100,7 @@ class Script:
             atexit.register(self._print)
 
     def until_training(self, look: Callable[[Run], T]) -> T:
-        from holdfast.engine.profile.script import until_training
+        from holdfast.engine.profile.run_script import until_training
 
         with redirect_stdout(sys.stderr) if self._as_json else nullcontext():
             return until_training(self._command, look, module=self._module)
@@ -114,7 +114,7 @@ class Script:
             print(line)
 
 
-def _compare(path: Path, script: Script) -> None:
+def _compare(path: Path, script: ProfiledScript) -> None:
     """Whether a profile is of this script's run: exit code 0, or 2 and why not."""
     from holdfast.engine.profile.measure import fits
 
@@ -162,16 +162,16 @@ class LinkOptions:
         return with_between(profile, bandwidth=self.bandwidth, latency=self.latency)
 
 
-def _measured(script: Script, *, rounds: int, fresh: bool) -> tuple[Profile, bool]:
+def _measured(script: ProfiledScript, *, rounds: int, fresh: bool) -> tuple[Profile, bool]:
     """The profile, with the links inside this host; and whether it was in the cache."""
     from holdfast.engine.profile.key import cache_folder, cached, write_profile
     from holdfast.engine.profile.links import measure_inside
-    from holdfast.engine.profile.measure import Layers, measure, model_text, read_facts
+    from holdfast.engine.profile.measure import MeasuredLayers, measure, model_text, read_facts
     from holdfast.plan.profile import Profile
 
     folder = cache_folder().absolute()
 
-    def look(run: Run) -> Profile | Layers:
+    def look(run: Run) -> Profile | MeasuredLayers:
         facts, *_ = read_facts(run.engine)
         known = None if fresh else cached(folder, facts.key, rounds=rounds)
         return known or measure(run.engine, rounds=rounds, say=script.screen.say)
@@ -190,7 +190,7 @@ def _measured(script: Script, *, rounds: int, fresh: bool) -> tuple[Profile, boo
 
 def _publish(made: Profile, target: Path, *, shown: Path, is_cached: bool, screen: Screen) -> None:
     from holdfast.engine.profile.key import write_profile
-    from holdfast.engine.profile.show import show_profile
+    from holdfast.engine.profile.profile_table import show_profile
     from holdfast.words import time_text
 
     show_profile(screen, made)

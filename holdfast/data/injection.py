@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from holdfast.checks import whole
 from holdfast.data.partition import Partition, check_place
-from holdfast.engine.rng import seed_of
 from holdfast.errors import UsageError
+from holdfast.rng import seed_of
 
 
 class Amounts(NamedTuple):

@@ -1,52 +1,20 @@
 """Which samples a micro-batch has: a pure function of (seed, step, index), so nothing can be lost.
 
-The shuffle is a Feistel network over the sample numbers: any position of any epoch is found without a
-table, so a data set of a billion samples costs no memory and a worker can start anywhere.
+``Order`` is the order of a whole run. ``BatchedOrder`` is one where each worker reads its own part of the data
+(``partition.py``). ``Share`` is the part of another order that one replica computes. An engine takes any of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from holdfast.engine.rng import seed_of
-
-Numbers = npt.NDArray[np.uint64]
-
-ROUNDS = 6
-
-
-def _mix(values: Numbers, key: np.uint64) -> Numbers:
-    """A well-known 64-bit finaliser: every input bit moves every output bit."""
-    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def shuffled(positions: range, size: int, key: int) -> list[int]:
-    """Where the shuffle of ``range(size)`` with this key puts these positions.
-
-    >>> sorted(shuffled(range(10), 10, key=7))
-    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    """
-    with np.errstate(over="ignore"):
-        keys = _mix(np.arange(ROUNDS, dtype=np.uint64), np.uint64(key % 2**64))
-    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    values = np.arange(positions.start, positions.stop, dtype=np.uint64)
-    outside = np.ones(len(values), dtype=bool)
-    with np.errstate(over="ignore"):
-        while outside.any():  # walk along the cycle until we are back below ``size``
-            left, right = values[outside] >> np.uint64(half), values[outside] & mask
-            for round_key in keys:
-                left, right = right, left ^ (_mix(right, round_key) & mask)
-            values[outside] = (left << np.uint64(half)) | right
-            outside = values >= size
-    return [int(value) for value in values]
+from holdfast.data.partition import Partition, check_place
+from holdfast.data.shuffle import shuffled
+from holdfast.errors import UsageError
+from holdfast.rng import seed_of
 
 
 class Batches(Protocol):
@@ -115,3 +83,148 @@ class Order:
 
     def number(self, step: int, index: int) -> int:
         return index
+
+
+class _Parting:
+    """What an order knows beside its fields."""
+
+    partition: Partition
+    workers: int
+    _batch: Callable[[int, int], list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchedOrder(_Parting):
+    """Looks like an ``Order``, but a step's micro-batches belong to workers: the first so many to worker 0, and so on.
+
+    Every worker has the same number of micro-batches: its share of ``global_batch`` rounded down, but at least one. So
+    a step has at most ``global_batch`` samples, or one micro-batch for each worker if that is more.
+
+    The fields are what a run's label shows. Neither the samples' labels nor the number of workers are among them: the
+    one may be long, and the other changes.
+
+    >>> from holdfast.data.partition import SelDP
+    >>> order = BatchedOrder(partition=SelDP(size=100), global_batch=16, micro_batch=2, seed=0).for_workers(3)
+    >>> order.batch_size(0), order.micro_batches(0), order.per_worker
+    (12, 6, 2)
+    >>> order.samples(0, 4) + order.samples(0, 5) == SelDP(size=100).samples(0, 2, workers=3, batch=4)
+    True
+    """
+
+    partition: InitVar[Partition]
+    workers: InitVar[int] = 1
+    size: int = field(init=False)
+    global_batch: int
+    micro_batch: int
+    seed: int
+    shuffle: bool = field(default=True, init=False)
+    parts: str = field(init=False)
+
+    def __post_init__(self, partition: Partition, workers: int) -> None:
+        if not 1 <= self.micro_batch <= self.global_batch:
+            raise UsageError(
+                f"micro_batch={self.micro_batch} does not fit into global_batch={self.global_batch}",
+                hint="1 <= micro_batch <= global_batch",
+            )
+        check_place(partition.size, 0, 0, workers, self.global_batch)
+        known = {"partition": partition, "workers": workers, "size": partition.size, "parts": repr(partition)}
+        # An engine asks for one micro-batch after the other, and for some twice.
+        for name, value in (known | {"_batch": lru_cache(maxsize=2 * workers)(self._read)}).items():
+            object.__setattr__(self, name, value)
+        self.samples(0, 0)  # what the partition cannot do for so many workers, it says now
+
+    def for_workers(self, workers: int) -> BatchedOrder:
+        """The same for another number of workers."""
+        return BatchedOrder(
+            partition=self.partition,
+            workers=workers,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            seed=self.seed,
+        )
+
+    @property
+    def per_worker(self) -> int:
+        """How many micro-batches of a step belong to each worker."""
+        return max(1, self.global_batch // self.workers // self.micro_batch)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """As with an ``Order``, so that epochs are no other when workers come or go."""
+        return -(-self.size // self.global_batch)
+
+    def batch_size(self, step: int) -> int:
+        """How many samples a step has."""
+        return self.micro_batches(step) * self.micro_batch
+
+    def micro_batches(self, step: int) -> int:
+        """How many micro-batches a step has."""
+        return self.workers * self.per_worker
+
+    def samples(self, step: int, index: int) -> list[int]:
+        """The samples of a micro-batch."""
+        worker, index = divmod(index, self.per_worker)
+        return self._batch(step, worker)[index * self.micro_batch : (index + 1) * self.micro_batch]
+
+    def number(self, step: int, index: int) -> int:
+        """What random numbers of a micro-batch depend on."""
+        return index
+
+    def _read(self, step: int, worker: int) -> list[int]:
+        batch = self.per_worker * self.micro_batch
+        samples = self.partition.samples(step, worker, workers=self.workers, batch=batch)
+        if len(samples) != batch:
+            raise UsageError(f"{self.parts} gave {len(samples)} samples, not {batch}", hint="every batch must be whole")
+        return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The micro-batches of one replica, counted from 0.
+
+    ``part`` tells which of a step's micro-batches are its own, from their number. A replica that would get none
+    computes another's again: it has to keep up with the others.
+
+    >>> order = Order(size=8, global_batch=8, micro_batch=2, seed=0, shuffle=False)
+    >>> mine = Share(order=order, rank=1, part=lambda count: range(count // 2, count))
+    >>> mine.micro_batches(0), mine.samples(0, 0), mine.number(0, 0), mine.batch_size(0)
+    (2, [4, 5], 2, 4)
+    """
+
+    order: Batches
+    rank: int
+    part: Callable[[int], range]
+
+    @property
+    def size(self) -> int:
+        return self.order.size
+
+    @property
+    def micro_batch(self) -> int:
+        return self.order.micro_batch
+
+    @property
+    def seed(self) -> int:
+        return self.order.seed
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    def _mine(self, step: int) -> range:
+        count = self.order.micro_batches(step)
+        again = self.rank % count
+        return self.part(count) or range(again, again + 1)
+
+    def micro_batches(self, step: int) -> int:
+        return len(self._mine(step))
+
+    def batch_size(self, step: int) -> int:
+        return sum(len(self.samples(step, index)) for index in range(self.micro_batches(step)))
+
+    def samples(self, step: int, index: int) -> list[int]:
+        return self.order.samples(step, self._mine(step)[index])
+
+    def number(self, step: int, index: int) -> int:
+        """The micro-batch's number in the whole step."""
+        return self.order.number(step, self._mine(step)[index])

@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.checks import whole
-from holdfast.data.order import Numbers
-from holdfast.data.permute import permuted
-from holdfast.engine.rng import seed_of
+from holdfast.data.shuffle import Numbers, permuted
 from holdfast.errors import UsageError
+from holdfast.rng import seed_of
 
 
 class Partition(Protocol):

@@ -20,15 +20,15 @@ from holdfast.engine.collector import Collector
 from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.reduce import Reduction
-from holdfast.engine.rng import seed_everything, seed_of
 from holdfast.engine.stage import Stage, connect, post_of
 from holdfast.engine.statistics import RunningStatistics
-from holdfast.engine.ties import Ties
+from holdfast.engine.tied_gradients import Ties
 from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.log.record import Keeper, Recorder
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.timeline import one_forward_one_backward
+from holdfast.rng import seed_everything, seed_of
 from holdfast.undo.eager import Eager
 
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from holdfast.engine.hf.cut import from_transformers, layers_of_transformers
 from holdfast.engine.hf.families import what_can_be_cut
+from holdfast.engine.hf.split import from_transformers, layers_of_transformers
 from holdfast.errors import UsageError
 
 YOURSELF = "pass layers=[...] yourself: modules, of which each takes what the one before it gives"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class CutModel:
     """A model, and the layers it consists of; their parameters are the model's own."""
 
     module: nn.Module  # whose names are kept
     layers: list[nn.Module]  # run one after the other
 
 
-def layers_of(model: nn.Module) -> Cut:
+def layers_of(model: nn.Module) -> CutModel:
     """Cuts a model into layers; all names in its ``state_dict()`` stay as they are.
 
     An ``nn.Sequential`` or ``nn.ModuleList`` is cut at its items. GPT-2, Llama and BERT of transformers (tested with
@@ -47,7 +47,7 @@ def layers_of(model: nn.Module) -> Cut:
     else:
         raise _refused(model, f"only nn.Sequential, nn.ModuleList and {what_can_be_cut()} of transformers can")
     _check_complete(model, layers)
-    return Cut(module=model, layers=layers)
+    return CutModel(module=model, layers=layers)
 
 
 def _items(model: nn.Sequential | nn.ModuleList) -> list[nn.Module]:

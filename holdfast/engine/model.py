@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.engine.boundary import settled
-from holdfast.engine.layers_of import Cut
-from holdfast.engine.rng import seed_everything, seed_of, seed_torch, undisturbed_generators
-from holdfast.engine.sharing import alias_shared
-from holdfast.engine.tied import share, shared_names
+from holdfast.engine.layers_of import CutModel
+from holdfast.engine.tied_weights import alias_shared, share, shared_names
 from holdfast.errors import UsageError
+from holdfast.rng import seed_everything, seed_of, seed_torch, undisturbed_generators
 
-Layers = nn.Module | Iterable[nn.Module | Callable[[], nn.Module]] | Cut
+Layers = nn.Module | Iterable[nn.Module | Callable[[], nn.Module]] | CutModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +66,7 @@ class LayeredModel:
             raise UsageError("the model has no parameter to train", hint="check requires_grad")
 
     def _read(self, layers: Layers) -> tuple[nn.Module, list[nn.Module]]:
-        if isinstance(layers, Cut):
+        if isinstance(layers, CutModel):
             return layers.module.to(self.device), list(layers.layers)
         given: Sequence[nn.Module | Callable[[], nn.Module]]
         if isinstance(layers, nn.Module):

@@ -66,7 +66,7 @@ class UnderWay:
     sent: list[Any]
 
 
-class Source(Protocol):
+class Incoming(Protocol):
     """Where values come from, in order."""
 
     def take(self) -> Any: ...
@@ -74,7 +74,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Sink(Protocol):
+class Outgoing(Protocol):
     """Where values go. Returns what must be kept until they are known to have arrived."""
 
     def send(self, message: Message) -> list[Any]: ...
@@ -84,10 +84,10 @@ class Sink(Protocol):
 class Neighbours:
     """What a stage has to do with others: None where the pipeline begins or ends."""
 
-    inputs: Source | None = None
-    gradients: Source | None = None
-    outputs: Sink | None = None
-    back: Sink | None = None
+    inputs: Incoming | None = None
+    gradients: Incoming | None = None
+    outputs: Outgoing | None = None
+    back: Outgoing | None = None
 
 
 def connect(group: Group, post: Post, device: torch.device) -> Neighbours:

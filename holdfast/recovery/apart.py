@@ -21,9 +21,7 @@ from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
 from holdfast.commit.cohort import Cohort, Kind, Operation, refuse_to_differ
 from holdfast.commit.settle import Settlement, account_of
-from holdfast.data.order import Batches
-from holdfast.data.parted import BatchedOrder
-from holdfast.data.share import Share
+from holdfast.data.order import BatchedOrder, Batches, Share
 from holdfast.engine.engine import Engine
 from holdfast.engine.state import State
 from holdfast.errors import Broken

@@ -18,7 +18,8 @@ from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation
 from holdfast.commit.settle import Settlement, account_of
 from holdfast.engine.engine import Engine
-from holdfast.engine.profile.quick import quick_link, quick_profile
+from holdfast.engine.profile.quick import quick_profile
+from holdfast.engine.profile.round_trips import quick_link
 from holdfast.engine.state import State
 from holdfast.errors import HoldfastError, TooFewWorkers
 from holdfast.plan.lay_out import lay_out

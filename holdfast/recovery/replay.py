@@ -21,7 +21,6 @@ from holdfast.cluster.group import Group
 from holdfast.engine.again import Again
 from holdfast.engine.engine import Engine
 from holdfast.engine.pipe import TAGS, Inbox, Outbox, read
-from holdfast.engine.rng import undisturbed_generators
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
 from holdfast.errors import Broken
@@ -32,6 +31,7 @@ from holdfast.plan.log_records import HeldRecords, Key
 from holdfast.plan.replay_plan import Impossible, Replay, Situation, Sources, needed, plan_replay
 from holdfast.recovery.copy import pass_on
 from holdfast.recovery.resume import Resumer
+from holdfast.rng import undisturbed_generators
 from holdfast.run.reports import GroupRanks
 
 REPLAY_TAG = 4 * TAGS

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from holdfast.cluster.membership import Solo
 from holdfast.data.fetch import Dataset
-from holdfast.data.order import Batches, Order
-from holdfast.data.parted import BatchedOrder
+from holdfast.data.order import BatchedOrder, Batches, Order
 from holdfast.data.partition import Partition
 from holdfast.engine.engine import Engine
 from holdfast.engine.memory import keep_freed_memory

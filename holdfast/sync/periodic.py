@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checks import between, whole
-from holdfast.engine.rng import seed_of
 from holdfast.errors import UsageError
+from holdfast.rng import seed_of
 from holdfast.sync.policy import Context, Decision, Policy
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from holdfast.engine.rng import seed_of
+from holdfast.rng import seed_of
 from holdfast.sync.significance import squared_length
 
 BUCKETS = 61  # a prime: rows of a matrix do not fall into step with it, so each bucket gets some of everything

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
-import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
@@ -15,39 +15,15 @@ from typing import Any
 import pytest
 
 from holdfast.cli.profile import profile
-from holdfast.engine.profile import links
+from holdfast.engine.profile import links, round_trips
+from holdfast.engine.profile.round_trips import MeasuredLink
 from holdfast.errors import UsageError
 from holdfast.plan.profile import Link, Profile
+from tests.cli.conftest import Said
 from tests.cli.profiling import holdfast, script
 from tests.harness import TRAIN
 
-# --- the whole way ----------------------------------------------------------------------------------------
-
-
-def test_a_script_is_measured_and_not_trained_and_the_second_time_it_is_known(tmp_path: Path) -> None:
-    text = (tmp_path / script(tmp_path)).read_text()
-    (tmp_path / "train.py").write_text(f"import atexit\natexit.register(print, 'late words'){text}")
-    first = holdfast("--json", "train.py", "--its", "own", folder=tmp_path, PYTHONHASHSEED="1")
-    assert first.returncode == 0, first.stderr
-    document = json.loads(first.stdout.splitlines()[-1])
-    assert document == json.loads((tmp_path / "profile.json").read_text())
-    made = Profile.from_json(document)
-    assert [layer.name for layer in made.layers] == ["0 Linear", "1 Tanh", "2 Linear"]
-    assert made.inside.bandwidth > 10e6
-    assert first.stdout.splitlines()[:-1] == ["late words"]  # everything else went to stderr
-    assert "the script's own words --its own" in first.stderr
-    assert "trained" not in first.stderr
-    assert not (tmp_path / "saved").exists()
-    # Python's hashes are others in another process; the key is not.
-    again = holdfast("--bandwidth", "10", "train.py", folder=tmp_path, PYTHONHASHSEED="2")
-    assert "from the cache, measured 20" in again.stdout
-    assert "between hosts: 10 Gbit/s" in again.stdout
-    assert "the script's own words" in again.stdout
-    known = json.loads((tmp_path / "profile.json").read_text())
-    assert (known["layers"], known["between"]["bandwidth"]) == (document["layers"], 1.25e9)
-
-
-# --- in this process, and with links made up: to measure them takes seconds --------------------------------
+# --- with links made up: to measure them takes seconds ----------------------------------------------------
 
 
 @pytest.fixture
@@ -55,8 +31,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Calls the command in this process; returns what it said and the profile it wrote."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made_up = links.Measured(link=Link(bandwidth=1e9, latency=1e-4), seconds={}, error=0.0)
+    made_up = MeasuredLink(link=Link(bandwidth=1e9, latency=1e-4), seconds={}, error=0.0)
     monkeypatch.setattr(links, "measure_inside", lambda: made_up)
+    monkeypatch.setattr(round_trips, "ROUNDS", 1)
 
     def call(name: str, **options: Any) -> tuple[str, Profile]:
         profile([name], **{"rounds": 3, **options})
@@ -66,6 +43,29 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 Call = Callable[..., tuple[str, Profile]]
+
+
+def test_a_script_is_measured_and_not_trained_and_the_second_time_it_is_known(tmp_path: Path, measured: Call) -> None:
+    text = (tmp_path / script(tmp_path)).read_text()
+    (tmp_path / "train.py").write_text(f"import atexit\natexit.register(print, 'late words'){text}")
+    first = holdfast("--json", "--rounds", "3", "train.py", "--its", "own", folder=tmp_path, PYTHONHASHSEED="1")
+    assert first.returncode == 0, first.stderr
+    document = json.loads(first.stdout.splitlines()[-1])
+    assert document == json.loads((tmp_path / "profile.json").read_text())
+    made = Profile.from_json(document)
+    assert [layer.name for layer in made.layers] == ["0 Linear", "1 Tanh", "2 Linear"]
+    assert made.inside.bandwidth > 0
+    assert first.stdout.splitlines()[:-1] == ["late words"]  # everything else went to stderr
+    assert "the script's own words --its own" in first.stderr
+    assert "trained" not in first.stderr
+    assert not (tmp_path / "saved").exists()
+    # Python's hashes are others in this process; the key is not.
+    (tmp_path / "train.py").write_text(text)
+    said, known = measured("train.py", bandwidth=10)
+    assert "from the cache, measured 20" in said
+    assert "between hosts: 10 Gbit/s" in said
+    assert "the script's own words" in said
+    assert (known.layers, known.between.bandwidth) == (made.layers, 1.25e9)
 
 
 def test_the_tables_total_is_the_sum_of_its_rows(measured: Call) -> None:
@@ -94,23 +94,28 @@ def has_ipv6() -> bool:
     ],
 )
 def test_two_machines_played_by_one(
-    tmp_path: Path, measured: Call, monkeypatch: pytest.MonkeyPatch, where: str, shown_as: str
+    tmp_path: Path,
+    measured: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    shown_as: str,
 ) -> None:
     monkeypatch.setenv("HOLDFAST_TOKEN", "secret")
-    command = [sys.executable, "-m", "holdfast.cli", "profile", "--serve", where]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
-        try:
-            assert waiting.stdout is not None
-            said = waiting.stdout.readline()
-            found = re.search(rf"--peer ({re.escape(shown_as)}:\d+) train\.py", said)
-            assert found is not None, said
-            shown, made = measured(script(tmp_path), peer=found[1])
-            assert f"measured: with {found[1]}" in shown
-            assert made.between != made.inside
-            assert waiting.wait(10) == 0
-            assert f"measured with {shown_as.strip('[]')}" in waiting.stdout.read()
-        finally:
-            waiting.kill()
+    waiting = threading.Thread(target=lambda: profile(None, serve=where, token_file=None), daemon=True)
+    waiting.start()
+    said = ""
+    while "\n" not in said and waiting.is_alive():
+        said += capsys.readouterr().out
+        time.sleep(0.01)
+    found = re.search(rf"--peer ({re.escape(shown_as)}:\d+) train\.py", said)
+    assert found is not None, said
+    shown, made = measured(script(tmp_path), peer=found[1])
+    waiting.join()
+    shown += capsys.readouterr().out
+    assert f"measured: with {found[1]}" in shown
+    assert f"measured with {shown_as.strip('[]')}" in shown
+    assert made.between != made.inside
 
 
 @pytest.mark.parametrize(
@@ -222,13 +227,16 @@ def test_the_data_may_vanish_with_the_script(tmp_path: Path, measured: Call) -> 
 # --- what goes wrong --------------------------------------------------------------------------------------
 
 
-def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
+def test_a_script_that_fails_shows_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Said]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("def f():\n    raise KeyError('mine')\n\nf()\n")
-    result = holdfast("train.py", folder=tmp_path)
-    assert result.returncode == 1
-    first, *_, last = result.stderr.splitlines()
+    said = call("profile", "train.py")
+    assert said.code == 1
+    first, *_, last = said.err.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'mine'")
-    assert "runpy" not in result.stderr
+    assert "runpy" not in said.err
     assert not (tmp_path / "profile.json").exists()
 
 

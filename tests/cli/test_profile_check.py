@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.engine.profile.key import write_profile
-from holdfast.engine.profile.links import Measured
 from holdfast.engine.profile.measure import measure
-from holdfast.engine.profile.script import until_training
+from holdfast.engine.profile.round_trips import MeasuredLink
+from holdfast.engine.profile.run_script import until_training
 from holdfast.plan.profile import Link
 from tests.cli.conftest import Call
-from tests.cli.profiling import holdfast, script
+from tests.cli.profiling import script
 
 
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     layers = until_training([script(tmp_path)], lambda run: measure(run.engine, rounds=3))
-    made_up = Measured(link=Link(bandwidth=1e9, latency=1e-4), seconds={}, error=0.0)
+    made_up = MeasuredLink(link=Link(bandwidth=1e9, latency=1e-4), seconds={}, error=0.0)
     write_profile(tmp_path / "known.json", layers.profile("train", made_up))
     return tmp_path / "known.json"
 
@@ -51,10 +55,14 @@ def test_a_profile_of_another_run_is_told_with_the_reason(
     assert f"holdfast: known.json: {reason}" in said.err
 
 
-def test_check_for_machines(known: Path) -> None:
+def test_check_for_machines(known: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     script(known.parent, micro=8)
-    result = holdfast("--check", "known.json", "--json", "train.py", folder=known.parent)
-    assert result.returncode == 2
-    answer = json.loads(result.stdout)
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)  # the answer is the last line, printed at the exit
+    assert call("profile", "--check", "known.json", "--json", "train.py").code == 2
+    written = io.StringIO()
+    with redirect_stdout(written):
+        [show() for show in at_exit]
+    answer = json.loads(written.getvalue())
     assert not answer["fits"]
     assert answer["reason"].startswith("a profile of another micro-batch: ")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.order import Order, shuffled
+from holdfast.data.order import Order
+from holdfast.data.shuffle import shuffled
 
 keys = st.integers(0, 2**70)
 

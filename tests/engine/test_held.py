@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.engine.model import LayeredModel, Layers
-from holdfast.engine.tied import tied
+from holdfast.engine.tied_weights import tied
 from holdfast.errors import UsageError
 
 CPU = torch.device("cpu")

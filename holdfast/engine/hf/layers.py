@@ -19,7 +19,7 @@ Mask = Callable[[Tensor, Tensor | None, Tensor], Any]  # (hidden states, mask of
 HIDDEN = "hidden_states"
 
 
-class Embedding(nn.Module):
+class HFEmbedding(nn.Module):
     """The first layer: from what the data set gives to hidden states."""
 
     def __init__(self, words: nn.Module, *, inputs: tuple[str, ...], keep_ids: bool) -> None:
@@ -55,7 +55,7 @@ class GPT2Words(nn.Module):
         return dropped
 
 
-class Block(nn.Module):
+class HFBlock(nn.Module):
     """One block of attention and what follows it."""
 
     def __init__(self, block: nn.Module, *, mask: Mask, rotary: nn.Module | None) -> None:
@@ -75,7 +75,7 @@ class Block(nn.Module):
         return _closed(output[0] if isinstance(output, tuple) else output, beside)
 
 
-class End(nn.Module):
+class HFBackboneEnd(nn.Module):
     """Stands in the place of a backbone, when the blocks are done: the norm after them, and BERT's pooler."""
 
     def __init__(self, norm: nn.Module | None, pooler: nn.Module | None, *, output: Callable[..., Any]) -> None:
@@ -91,7 +91,7 @@ class End(nn.Module):
         return self._output(last_hidden_state=hidden, pooler_output=pooled)
 
 
-class Head(nn.Module):
+class HFHead(nn.Module):
     """The last layer: what the model gives, without what makes it."""
 
     def __init__(self, model: nn.Module) -> None:

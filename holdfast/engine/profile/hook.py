@@ -1,41 +1,42 @@
-"""The one place where training gives way to measuring: a ``Run`` asks here before it trains, evaluates or writes."""
+"""The place where training gives way to measuring: a ``Run`` asks here before it trains, evaluates or writes."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from holdfast.words import say_aloud
 
 if TYPE_CHECKING:
     from holdfast.run.run import Run
 
 
-class Measured(SystemExit):
-    """Ends the script where it would have begun to train. No failure: the measuring is done."""
+class ScriptMeasured(SystemExit):
+    """Ends the script where it would have begun to train. Exit code 0: the measuring is done, nothing failed."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
-class _Wish:
-    """Somebody wants to measure the next run that starts to train, and the script to end there."""
+class _Request:
+    """A request to measure the next run that starts to train, and to end its script there."""
 
     def __init__(self, measure: Callable[[Run], None]) -> None:
         self.measure = measure
-        self.is_granted = False
+        self.is_granted = False  # whether a run has been measured for it
 
 
-_wishes: list[_Wish] = []
-_measured: list[Run] = []  # used up: their weights are nobody's any more
+_requests: list[_Request] = []  # the innermost last
+_measured: list[Run] = []  # runs that were measured: their weights and optimizers are used up
 
 
 @contextmanager
 def instead_of_training(measure: Callable[[Run], None]) -> Iterator[None]:
-    """Within this, a ``Run`` that starts to train is given to ``measure``, and its script ends there.
+    """Within this context, give a ``Run`` that starts to train to ``measure`` and end its script there.
 
-    Measured on the spot, not afterwards: the script may take its data away when it is left.
+    ``measure`` is called on the spot, not afterwards: the script may close its data when it is left.
 
     >>> seen = []
     >>> with instead_of_training(seen.append):
@@ -46,33 +47,42 @@ def instead_of_training(measure: Callable[[Run], None]) -> Iterator[None]:
     ['a run'] 0
     >>> about_to_train("another run")  # elsewhere nothing happens
     """
-    wish = _Wish(measure)
-    _wishes.append(wish)
+    request = _Request(measure)
+    _requests.append(request)
     try:
         yield
     finally:
-        _wishes.remove(wish)
+        _requests.remove(request)
 
 
 def about_to_train(run: Run) -> None:
-    """Called by a ``Run`` before its first step; returns at once unless somebody wants to measure it."""
+    """Measure the run if that was requested, then raise ``ScriptMeasured``; else return at once.
+
+    A ``Run`` calls this before its first step.
+    """
     end_if_measured(run)
-    if _wishes:
-        _wishes[-1].is_granted = True
+    if _requests:
+        _requests[-1].is_granted = True
         _measured.append(run)  # before it is measured: that may fail half-way
-        _wishes[-1].measure(run)
-        raise Measured
+        _requests[-1].measure(run)
+        raise ScriptMeasured
 
 
 def end_if_measured(run: Run) -> None:
-    """A script that goes on after it was measured (``finally:``, ``except:``) ends again where it needs its run."""
-    if run in _measured or (_wishes and _wishes[-1].is_granted):
-        raise Measured
+    """Raise ``ScriptMeasured`` if the script has been measured.
+
+    A script may go on after that (``finally:``, ``except:``). It ends again as soon as it needs its run.
+    """
+    if run in _measured or (_requests and _requests[-1].is_granted):
+        raise ScriptMeasured
 
 
 def may_write(run: Run, path: str | os.PathLike[str]) -> bool:
-    """Whether a run may write a file: not one that is measured, before, while or after."""
+    """Return whether a run may write the file ``path``. A run that is to be measured may not, and the user is told.
+
+    Raises ``ScriptMeasured`` if the script has been measured already.
+    """
     end_if_measured(run)
-    if _wishes:
-        print(f"holdfast: {os.fspath(path)} is not written: the script is only measured", file=sys.stderr)
-    return not _wishes
+    if _requests:
+        say_aloud(f"{os.fspath(path)} is not written: the script is only measured")
+    return not _requests

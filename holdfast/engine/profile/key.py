@@ -26,7 +26,7 @@ from holdfast.words import count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RunFacts:
     """What decides about a profile, readable and comparable."""
 
     model: dict[str, Any]
@@ -37,13 +37,13 @@ class Facts:
     def key(self) -> str:
         """Three parts, so that one can say which of them differs.
 
-        >>> Facts(model={"layers": []}, micro_batch={"samples": 4}, device={}).key
+        >>> RunFacts(model={"layers": []}, micro_batch={"samples": 4}, device={}).key
         '1b4f42ea2721-2cff45ba94ab-44136fa355b3'
         """
         return "-".join(_digest(part) for part in (self.model, self.micro_batch, self.device))
 
 
-def facts_of(engine: Engine, inputs: Any, targets: Any) -> Facts:
+def facts_of(engine: Engine, inputs: Any, targets: Any) -> RunFacts:
     """The facts of a run, given one of its micro-batches."""
     optimizer, sight = engine.update.optimizer, Sight()
     model = {
@@ -55,10 +55,10 @@ def facts_of(engine: Engine, inputs: Any, targets: Any) -> Facts:
         "clip_norm": engine.update.clip_norm is not None,
     }
     shapes = {"inputs": _shapes(inputs), "targets": _shapes(targets)}
-    return Facts(
+    return RunFacts(
         model=model,
         micro_batch={"samples": engine.order.micro_batch, **shapes},
-        device=_device(engine.model.device, engine.autocast),
+        device=device_facts(engine.model.device, engine.autocast),
     )
 
 
@@ -77,7 +77,7 @@ def _shape(tensor: Tensor) -> str:
 # --- the device -----------------------------------------------------------------------------------
 
 
-def _device(device: torch.device, autocast: torch.dtype | None) -> dict[str, Any]:
+def device_facts(device: torch.device, autocast: torch.dtype | None) -> dict[str, Any]:
     cuda = device.type == "cuda"  # untested here
     return {
         "type": device.type,

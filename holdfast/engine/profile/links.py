@@ -1,8 +1,8 @@
-"""How fast two workers reach each other: messages to and fro over the transport that a run uses.
+"""Brings two processes together to measure the link between them (``round_trips.py``).
 
 One side serves, the other one measures. Both prove first that they know the job's token (``cluster/wire.py``); over
-that connection they find each other's Gloo addresses, as the workers of a generation do. Inside a host, the one that
-serves is a process started for it.
+that connection they find each other's Gloo addresses, as the workers of a generation do. For the link inside a host,
+the side that serves is a process started for it.
 """
 
 from __future__ import annotations
@@ -13,135 +13,31 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from statistics import median
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-import numpy as np
 import torch
 
 from holdfast.cluster import wire
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Member
 from holdfast.cluster.store import GenerationStore
+from holdfast.engine.profile.round_trips import CLOCK, ECHO, MeasuredLink, clock, echo
 from holdfast.errors import Broken, HoldfastError
-from holdfast.plan.profile import Link
 
-SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)  # bytes
-ROUNDS = 7  # of all sizes, so that noise hits them alike
-MANY, FEW = 20, 4  # trips of one size in a round, of small and of large messages; one more that does not count
-LARGE = 1 << 20  # bytes
-SLOW = 0.5  # seconds: where a message takes longer, none that is larger is tried
-LONGEST = 300.0  # seconds, for everything
-LINGER = 5.0  # seconds for the other side to leave
-STRANGERS = 16  # connections at a time that have not proved themselves
-CLOCK, ECHO = 0, 1  # ranks
-MESSAGE, ORDER = 1, 2  # tags; 0 is for votes
+LONGEST_SECONDS = 300.0  # for all trips of a link: a peer that hangs must not hold the command for ever
+LEAVE_SECONDS = 5.0  # for the other side to hear the order to end, and to leave
+STRANGERS = 16  # connections that have not proved themselves yet; more at a time are refused
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A link, and what was seen of it."""
-
-    link: Link
-    seconds: dict[int, float]  # of one message one way, by bytes
-    error: float  # the fit's largest, as a share of what was measured
-
-    def notes(self) -> dict[str, Any]:
-        return {"seconds_by_bytes": {str(size): t for size, t in self.seconds.items()}, "fit_error": self.error}
-
-
-def fit(seconds: Mapping[int, float]) -> Link:
-    """Latency and bandwidth that come closest to what was measured, each message's error as a share of its time.
-
-    >>> link = fit({size: 1e-4 + size / 1e9 for size in SIZES})
-    >>> round(link.latency, 9), round(link.bandwidth)
-    (0.0001, 1000000000)
-    """
-    sizes, times = np.array([*seconds], dtype=float), np.array([*seconds.values()])
-    columns = np.stack([1 / times, sizes / times], axis=1)
-    (latency, slope), *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
-    if latency < 0 or slope <= 0:  # noise: then each end of the range speaks for one of the two
-        latency, slope = times[0], max(times[-1] - times[0], 0.5 * times[-1]) / sizes[-1]
-    return Link(bandwidth=1 / float(slope), latency=float(latency))
-
-
-def summary(rounds: Mapping[int, list[float]]) -> Measured:
-    """Medians of the rounds, and the link that fits them.
-
-    >>> summary({4: [2e-6, 1e-6, 9e-6], 10**9: [1.0, 1.0, 5.0]}).seconds
-    {4: 2e-06, 1000000000: 1.0}
-    """
-    seconds = {size: median(times) for size, times in rounds.items()}
-    link = fit(seconds)
-    error = max(abs(link.seconds(size) - t) / t for size, t in seconds.items())
-    return Measured(link=link, seconds=seconds, error=error)
-
-
-# --- messages to and fro --------------------------------------------------------------------------
-
-
-def clock(group: Group, sizes: tuple[int, ...] = SIZES) -> Measured:
-    """The side that measures: says what comes, sends, and waits for the echo.
-
-    A round's fastest trip counts. A slow one shows who else wanted the cores: a message then waits for the
-    scheduler's next tick, milliseconds instead of microseconds.
-    """
-    rounds: dict[int, list[float]] = {size: [] for size in sizes}
-    for _ in range(ROUNDS):
-        for size in list(rounds):
-            count = FEW if size >= LARGE else MANY
-            _order(group, size, count)
-            rounds[size].append(min(_trips(group, size, count)))
-            group.vote(torch.zeros(1))
-            if rounds[size][-1] > SLOW:
-                rounds = {smaller: times for smaller, times in rounds.items() if smaller <= size}
-                break
-    group.start([(ECHO, torch.tensor([0, 0]), ORDER)], [])  # no vote: what it would prove, nobody needs any more
-    return summary(rounds)
-
-
-def _trips(group: Group, size: int, count: int) -> list[float]:
-    """Seconds of one way, half of a trip; the first trip does not count."""
-    message, echo = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    seconds = []
-    for _ in range(1 + count):
-        begin = time.perf_counter()
-        group.finish(group.start([(ECHO, message, MESSAGE)], [(ECHO, echo, MESSAGE)]))
-        seconds.append((time.perf_counter() - begin) / 2)
-    return seconds[1:]
-
-
-def _order(group: Group, size: int, count: int) -> None:
-    group.start([(ECHO, torch.tensor([size, count]), ORDER)], [])
-    group.vote(torch.zeros(1))
-
-
-def echo(group: Group) -> None:
-    """The other side: sends back what comes until it is told that nothing more does."""
-    order = torch.zeros(2, dtype=torch.int64)
-    while True:
-        group.finish(group.start([], [(CLOCK, order, ORDER)]))
-        size, count = order.tolist()
-        if not 0 < size <= max(SIZES):
-            return
-        group.vote(torch.zeros(1))
-        message = torch.empty(size, dtype=torch.uint8)
-        for _ in range(1 + count):
-            group.finish(group.start([], [(CLOCK, message, MESSAGE)]))
-            group.start([(CLOCK, message, MESSAGE)], [])
-        group.vote(torch.zeros(1))
-
-
-# --- the two sides ---------------------------------------------------------------------------------
-
-
 class _Pair:
-    """Two processes with an authenticated connection, over which they form a group."""
+    """One of two processes that form a group over an authenticated connection.
+
+    Three things run at once here: the event loop listens to the connection, a thread forms the group and works in it,
+    and a timer ends both if that takes too long. Whatever ends first ends the others through ``_give_up``.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rank: int) -> None:
         here, there = (str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername"))
@@ -155,13 +51,16 @@ class _Pair:
         self._group: Group | None = None
 
     async def do(self, work: Callable[[Group], T]) -> T:
-        """Does ``work`` in a group of the two. Raises ``Broken`` if the other side goes away, or stays too long."""
+        """Return the result of ``work`` in a group of the two.
+
+        Raises ``Broken`` if the other side goes away, or if the work takes longer than ``LONGEST_SECONDS``.
+        """
         listening = asyncio.create_task(self._listen())
-        late = self._loop.call_later(LONGEST, self._give_up, f"no end after {LONGEST:g} s")
+        late = self._loop.call_later(LONGEST_SECONDS, self._give_up, f"no end after {LONGEST_SECONDS:g} s")
         try:
             result = await asyncio.to_thread(self._in_thread, work)
-            if self._worker == f"0.{CLOCK}":  # its last order must arrive: the other side leaves first
-                await asyncio.wait([listening], timeout=LINGER)
+            if self._worker == f"0.{CLOCK}":  # stays until the other side has left: the order to end must arrive
+                await asyncio.wait([listening], timeout=LEAVE_SECONDS)
             return result
         finally:
             late.cancel()
@@ -175,16 +74,18 @@ class _Pair:
         return work(self._group)
 
     def _push(self, key: str, value: bytes) -> None:
+        """Send what this side puts into the store (its Gloo address) to the other side. Called from the thread."""
         message = wire.encode({"key": key, "value": base64.b64encode(value).decode()})
         self._loop.call_soon_threadsafe(self._writer.write, message)
 
     async def _listen(self) -> None:
+        """Put what the other side pushes into the store, until the connection ends."""
         try:
             while line := await self._reader.readline():
                 message = wire.decode(line)
                 self._store.arrived(str(message["key"]), base64.b64decode(message["value"]))
         except (ValueError, KeyError, TypeError, OSError):
-            pass  # as bad as a connection that is gone
+            pass  # nonsense on the line: treated as a connection that is gone
         self._give_up("the other side is gone")
 
     def _give_up(self, reason: str) -> None:
@@ -194,7 +95,7 @@ class _Pair:
 
 
 async def _serve(listening: socket.socket, token: str) -> str:
-    """Serves one peer that knows the token, then ends; returns the peer's address. Strangers change nothing."""
+    """Serve one peer that knows the token, and return its address. Others are refused, and the waiting goes on."""
     served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     waiting: set[asyncio.StreamWriter] = set()
     busy = asyncio.Lock()
@@ -222,7 +123,7 @@ async def _serve(listening: socket.socket, token: str) -> str:
 
 
 def address_text(host: str, port: int) -> str:
-    """As a command line takes it.
+    """Return an address as the command line takes it.
 
     >>> address_text("head", 29800), address_text("::1", 29800)
     ('head:29800', '[::1]:29800')
@@ -231,7 +132,11 @@ def address_text(host: str, port: int) -> str:
 
 
 def serve(address: tuple[str, int], token: str, say: Callable[[str], None]) -> None:
-    """Waits for one peer to measure the link to this host."""
+    """Wait at ``address`` (host, port) until one peer that knows ``token`` has measured the link to this host.
+
+    ``say`` is called with what the user must know: the command for the other machine, and who has measured.
+    Raises ``HoldfastError`` if the address cannot be listened on.
+    """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         listening = socket.create_server(address, family=family)
@@ -243,7 +148,7 @@ def serve(address: tuple[str, int], token: str, say: Callable[[str], None]) -> N
     say(f"measured with {asyncio.run(_serve(listening, token))}")
 
 
-async def _measure(address: tuple[str, int], token: str) -> Measured:
+async def _measure(address: tuple[str, int], token: str) -> MeasuredLink:
     reader, writer = await wire.connect(address, token, {"profile": 1})
     try:
         return await _Pair(reader, writer, CLOCK).do(clock)
@@ -251,8 +156,11 @@ async def _measure(address: tuple[str, int], token: str) -> Measured:
         writer.close()
 
 
-def measure_peer(address: tuple[str, int], token: str) -> Measured:
-    """The link from here to a host where ``serve`` waits."""
+def measure_peer(address: tuple[str, int], token: str) -> MeasuredLink:
+    """Measure the link to ``address`` (host, port), where ``serve`` waits with the same ``token``.
+
+    Raises ``HoldfastError`` if nobody answers there, the token is another one, or the other side goes away.
+    """
     where = address_text(*address[:2])
     try:
         return asyncio.run(_measure(address, token))
@@ -263,8 +171,8 @@ def measure_peer(address: tuple[str, int], token: str) -> Measured:
         raise HoldfastError(f"the link to {where} could not be measured: {e}", hint=hint) from e
 
 
-def measure_inside() -> Measured:
-    """The link between two processes of this host."""
+def measure_inside() -> MeasuredLink:
+    """Measure the link between two processes of this host. Raises ``HoldfastError`` if that fails."""
     token = wire.new_token()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         other = subprocess.Popen(
@@ -272,18 +180,23 @@ def measure_inside() -> Measured:
             env={**os.environ, "HOLDFAST_TOKEN": token},
             pass_fds=[listening.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
         )
         address = listening.getsockname()
-    try:
-        return measure_peer(address, token)
-    finally:
-        other.kill()  # it has ended by itself unless something went wrong
-        other.wait()
+    with other:
+        try:
+            # It says a word when it has imported torch. On a busy machine that takes longer than a handshake may.
+            assert other.stdout is not None
+            other.stdout.readline()
+            return measure_peer(address, token)
+        finally:
+            other.kill()  # it has ended by itself unless something went wrong
 
 
 async def _serve_parent(listening: socket.socket, token: str) -> None:
-    await asyncio.wait_for(_serve(listening, token), LONGEST)
+    await asyncio.wait_for(_serve(listening, token), LONGEST_SECONDS)
 
 
 if __name__ == "__main__":
+    print("ready", flush=True)
     asyncio.run(_serve_parent(socket.socket(fileno=int(sys.argv[1])), os.environ["HOLDFAST_TOKEN"]))

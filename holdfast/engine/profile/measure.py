@@ -14,9 +14,9 @@ from torch import nn
 
 from holdfast.engine.engine import Engine
 from holdfast.engine.model import LayeredModel
-from holdfast.engine.profile.key import Facts, device_text, facts_of
-from holdfast.engine.profile.links import Measured
+from holdfast.engine.profile.key import RunFacts, device_text, facts_of
 from holdfast.engine.profile.passes import Pass, Passes, micro_batch, saved_bytes
+from holdfast.engine.profile.round_trips import MeasuredLink
 from holdfast.engine.update import Update
 from holdfast.plan.profile import LayerCost, Link, Profile
 from holdfast.words import count, seconds_text
@@ -29,15 +29,15 @@ UPDATES = 5  # of the optimizer, after one that makes its slots
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
+class MeasuredLayers:
     """What was measured of a run, before anything is known about links."""
 
-    facts: Facts
+    facts: RunFacts
     costs: tuple[LayerCost, ...]
     memory: int | None
     notes: dict[str, Any]
 
-    def profile(self, name: str, inside: Measured) -> Profile:
+    def profile(self, name: str, inside: MeasuredLink) -> Profile:
         """As a profile. Between hosts, it is as inside one until somebody knows better: ``with_between``."""
         transport = "Gloo between two processes of this host, over loopback"
         if self.facts.device["type"] == "cuda":
@@ -74,13 +74,13 @@ def model_text(name: str, layers: Sequence[LayerCost], key: str) -> str:
 AS_INSIDE = "not measured: taken to be as inside a host"
 
 
-def read_facts(engine: Engine) -> tuple[Facts, Any, Any]:
+def read_facts(engine: Engine) -> tuple[RunFacts, Any, Any]:
     """The facts of a run, and the micro-batch that they were read from."""
     inputs, targets = micro_batch(engine)
     return facts_of(engine, inputs, targets), inputs, targets
 
 
-def measure(engine: Engine, *, rounds: int, say: Callable[[str], None] = lambda text: None) -> Layers:
+def measure(engine: Engine, *, rounds: int, say: Callable[[str], None] = lambda text: None) -> MeasuredLayers:
     """Measures every layer of a run that will not train: its optimizer and gradients are used up."""
     engine.model.make_whole()
     facts, inputs, targets = read_facts(engine)
@@ -103,7 +103,7 @@ def measure(engine: Engine, *, rounds: int, say: Callable[[str], None] = lambda 
         "update": "the optimizer's measured seconds, shared out by the bytes of gradients and slots",
         "saved": "the layer's input and what autograd saves, once each, without weights",
     }
-    return Layers(facts=facts, costs=costs, memory=_memory(engine.model.device), notes=notes)
+    return MeasuredLayers(facts=facts, costs=costs, memory=device_memory(engine.model.device), notes=notes)
 
 
 def _costs(
@@ -184,7 +184,7 @@ def _middle_half(seconds: Sequence[float]) -> list[float]:
     return [low, high]
 
 
-def _memory(device: torch.device) -> int | None:
+def device_memory(device: torch.device) -> int | None:
     """Of a processor nobody can say how much of the host's memory is for one worker."""
     if device.type == "cuda":  # untested here
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -200,7 +200,7 @@ def with_between(
     bandwidth: float | None = None,
     latency: float | None = None,
     peer: str = "",
-    measured: Measured | None = None,
+    measured: MeasuredLink | None = None,
 ) -> Profile:
     """The profile with the link between hosts as measured with ``peer``, or as given (bytes/s, s), or as inside.
 
@@ -232,7 +232,7 @@ def fits(profile: Profile, run: Run) -> str | None:
     return difference(profile, facts, run.engine.model)
 
 
-def difference(profile: Profile, facts: Facts, model: LayeredModel) -> str | None:
+def difference(profile: Profile, facts: RunFacts, model: LayeredModel) -> str | None:
     """What tells a profile from these facts: the model, the micro-batch or the device."""
     if profile.key == facts.key:
         return None

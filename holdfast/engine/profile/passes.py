@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.data.fetch import fetch
 from holdfast.engine.engine import Engine
-from holdfast.engine.rng import seed_everything, seed_of, seed_torch
 from holdfast.errors import UsageError
+from holdfast.rng import seed_everything, seed_of, seed_torch
 
 Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -182,14 +182,14 @@ def saved_bytes(passes: Passes, engine: Engine) -> tuple[Pass, list[int]]:
     """
     kept: list[dict[int, int]] = []
     module = engine.model.module
-    weights = {_storage(tensor)[0] for tensor in [*module.parameters(), *module.buffers()]}
+    weights = {storage_of(tensor)[0] for tensor in [*module.parameters(), *module.buffers()]}
 
     def watch(number: int, inputs: Any) -> AbstractContextManager[Any]:
-        mine = dict(map(_storage, tensors_in(inputs)))
+        mine = dict(map(storage_of, tensors_in(inputs)))
         kept.append(mine)
 
         def pack(tensor: Tensor) -> Tensor:
-            mine.update([_storage(tensor)])
+            mine.update([storage_of(tensor)])
             return tensor  # which keeps it alive: no other tensor can get its address meanwhile
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -199,7 +199,7 @@ def saved_bytes(passes: Passes, engine: Engine) -> tuple[Pass, list[int]]:
     return one, [size if seconds else 0 for size, seconds in zip(sums, one.backward, strict=True)]
 
 
-def _storage(tensor: Tensor) -> tuple[int, int]:
+def storage_of(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor's memory is, and how much it keeps alive: a view keeps all of what it is a view of."""
     try:
         storage = tensor.untyped_storage()

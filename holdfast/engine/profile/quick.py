@@ -1,6 +1,6 @@
 """A profile measured in the run itself, right before it trains: a few passes that leave no trace.
 
-``holdfast profile`` measures longer and better (``measure.py``); this is for a run that was not given one.
+``holdfast profile`` measures longer and better (``measure.py``); this is for a run that was not given a profile.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from holdfast.cluster.group import Group
 from holdfast.engine.engine import Engine
 from holdfast.engine.model import LayeredModel
-from holdfast.engine.profile.key import _device, device_text
-from holdfast.engine.profile.links import fit
-from holdfast.engine.profile.measure import AS_INSIDE, _memory
-from holdfast.engine.profile.passes import Passes, _storage, cut, micro_batch, saved_bytes, tensors_in
+from holdfast.engine.profile.key import device_facts, device_text
+from holdfast.engine.profile.measure import AS_INSIDE, device_memory
+from holdfast.engine.profile.passes import Passes, cut, micro_batch, saved_bytes, storage_of, tensors_in
 from holdfast.engine.profile.shadow import Shadow
-from holdfast.engine.profile.undisturbed import undisturbed
 from holdfast.errors import UsageError
 from holdfast.plan.profile import LayerCost, Link, Profile
+from holdfast.rng import undisturbed_generators
 from holdfast.words import count
 
-ROUNDS = 3  # at least, and
-ENOUGH = 0.05  # seconds of passes; but no more than
-LONGEST = 3.0  # seconds, with all the rest
-FILLED = 0.01  # what stands in for weights that are elsewhere: no NaN, nothing that computes slowly
+FEWEST_ROUNDS = 3  # timed passes at least: the median of three drops one that was disturbed
+ENOUGH_SECONDS = 0.05  # of timed passes: then the medians of small models hold still
+LONGEST_SECONDS = 3.0  # for all of it, and stronger than the two above: the run waits for this profile
+STAND_IN = 0.01  # value in place of weights that are on other workers: NaN and tiny numbers may compute slowly
 
 
 @dataclass(kw_only=True)
 class Seen:
-    """What was seen of each layer."""
+    """The measurements, one entry for each layer in each list."""
 
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)  # seconds
+    backward: list[float] = field(default_factory=list)  # seconds
     output_bytes: list[int] = field(default_factory=list)
     gradient_bytes: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
 
 
 def quick_profile(engine: Engine, link: Link, *, memory: int | None) -> Profile:
-    """Measures every layer of a run that is about to train, and leaves all as it was.
+    """Measure every layer of a run that is about to train, and leave everything as it was.
 
-    ``link`` is that between workers (``quick_link``), ``memory`` the bytes that a worker may use. Layers that are
-    not held get memory one at a time. All workers must plan with the same profile: one measures, and tells the
-    others.
+    ``link`` is the one between workers (``round_trips.quick_link``), ``memory`` the bytes that a worker may use; None:
+    what the device has, if that is known. Layers that this worker does not hold get memory one at a time.
+
+    Only one worker calls this and sends the profile to the others: all must plan with the same one. Raises
+    ``UsageError`` if the layers cannot be measured one by one, or the loss depends on no parameter.
     """
-    deadline = time.perf_counter() + LONGEST
+    deadline = time.perf_counter() + LONGEST_SECONDS
     model, shadow = engine.model, Shadow(engine.update)
     with undisturbed(model):
         inputs, targets = micro_batch(engine)
@@ -76,12 +76,12 @@ def quick_profile(engine: Engine, link: Link, *, memory: int | None) -> Profile:
     weights = sum(layer.weight_bytes for layer in costs)
     return Profile(
         model=f"{count(len(costs), 'layer')}, {weights:,} bytes of weights",
-        device=device_text(_device(model.device, engine.autocast)),
+        device=device_text(device_facts(model.device, engine.autocast)),
         micro_batch=engine.order.micro_batch,
         layers=costs,
         inside=link,
         between=link,
-        memory=_memory(model.device) if memory is None else memory,
+        memory=device_memory(model.device) if memory is None else memory,
         notes=notes,
     )
 
@@ -104,7 +104,10 @@ def _costs(model: LayeredModel, seen: Seen, shadow: Shadow) -> Iterator[LayerCos
 
 
 def _alike(costs: Sequence[LayerCost], settings: Sequence[str]) -> Iterator[LayerCost]:
-    """Layers that look alike take the same time: few rounds on a busy machine would make them differ."""
+    """Give layers with the same settings and sizes the same seconds, the median of theirs.
+
+    Else few rounds on a busy machine would make equal layers differ, and plans with them.
+    """
     kinds: defaultdict[tuple[str, LayerCost], list[LayerCost]] = defaultdict(list)
     keys = [
         (words, replace(cost, name="", forward=0.0, backward=0.0)) for cost, words in zip(costs, settings, strict=True)
@@ -117,9 +120,9 @@ def _alike(costs: Sequence[LayerCost], settings: Sequence[str]) -> Iterator[Laye
 
 
 def _in_passes(passes: Passes, engine: Engine, deadline: float) -> Seen:
-    """All layers are here: whole passes, as in training."""
+    """Measure in whole passes, as in training. All layers must be held."""
     weighed, saved = saved_bytes(passes, engine)
-    timed = [passes.one() for _ in _rounds(deadline, ENOUGH)] or [weighed]
+    timed = [passes.one() for _ in _rounds(deadline, ENOUGH_SECONDS)] or [weighed]
     return Seen(
         forward=[median(times) for times in zip(*(one.forward for one in timed), strict=True)],
         backward=[median(times) for times in zip(*(one.backward for one in timed), strict=True)],
@@ -130,11 +133,11 @@ def _in_passes(passes: Passes, engine: Engine, deadline: float) -> Seen:
 
 
 def _rounds(deadline: float, enough: float) -> Iterator[int]:
-    """Counts rounds until there are enough, or another one would end after the deadline."""
+    """Count rounds until there are enough of them, or until another one would end after the deadline."""
     start = now = time.perf_counter()
     for number in itertools.count():
         before, now = now, time.perf_counter()
-        if (number >= ROUNDS and now - start >= enough) or now + (now - before) > deadline:
+        if (number >= FEWEST_ROUNDS and now - start >= enough) or now + (now - before) > deadline:
             return
         yield number
 
@@ -143,12 +146,14 @@ def _rounds(deadline: float, enough: float) -> Iterator[int]:
 
 
 class OneByOne(Passes):
-    """Each layer gets memory, goes forward and backward a few times, and gives it back.
+    """Measures layers one after the other: each gets memory, computes forward and backward, and gives the memory back.
 
-    What comes back from behind is made up, all ones: the layer behind is not there yet.
+    So no more memory is used than the largest layer needs. The gradient that a layer gets from the next one is made
+    up, all ones: the next layer has not computed yet.
     """
 
     def measure(self, deadline: float) -> Seen:
+        """Measure all layers until ``deadline`` (of ``time.perf_counter``), with a fair part of the time for each."""
         seen, value = Seen(), self._inputs
         for number in range(self._last + 1):
             now = time.perf_counter()
@@ -160,10 +165,10 @@ class OneByOne(Passes):
         return seen
 
     def _measure(self, number: int, value: Any, until: float, seen: Seen) -> Any:
-        """Returns what the layer gives, cut off from it."""
+        """Measure one layer with the input ``value``; return its output, cut off from the layer."""
         kept: dict[int, int] = {}
         first = self._trip(number, value, kept)
-        rounds = _rounds(until, ENOUGH / (self._last + 1))
+        rounds = _rounds(until, ENOUGH_SECONDS / (self._last + 1))
         times = [self._trip(number, value).seconds for _ in rounds] or [first.seconds]
         seen.forward.append(median(forward for forward, _ in times))
         seen.backward.append(median(backward for _, backward in times))
@@ -173,6 +178,7 @@ class OneByOne(Passes):
         return first.output
 
     def _trip(self, number: int, value: Any, kept: dict[int, int] | None = None) -> _Trip:
+        """One forward and backward pass of a layer. ``kept`` gets what the layer saves in between."""
         crossing = cut(value)
         watch = nullcontext() if kept is None else self._watch(number, crossing.inputs, kept)
         with self._autocast(), watch:
@@ -191,12 +197,12 @@ class OneByOne(Passes):
         return _Trip(seconds=(forward, backward), gradient_bytes=crossing.gradient_bytes, output=given)
 
     def _watch(self, number: int, inputs: Any, kept: dict[int, int]) -> AbstractContextManager[Any]:
-        """Fills ``kept`` with what the layer keeps for its backward, by address."""
+        """Within this context, ``kept`` gets the bytes that the layer saves for its backward pass, by address."""
         layer = self._model.layers[number]
-        weights = {_storage(tensor)[0] for tensor in [*layer.parameters(), *layer.buffers()]}
+        weights = {storage_of(tensor)[0] for tensor in [*layer.parameters(), *layer.buffers()]}
 
         def keep(tensor: Tensor) -> Tensor:
-            address, size = _storage(tensor)
+            address, size = storage_of(tensor)
             if address not in weights:
                 kept[address] = size
             return tensor
@@ -208,9 +214,11 @@ class OneByOne(Passes):
 
 @dataclass(frozen=True, kw_only=True)
 class _Trip:
-    seconds: tuple[float, float]
-    gradient_bytes: int  # over the boundary in front
-    output: Any  # cut off
+    """The measurements of one forward and backward pass of a layer."""
+
+    seconds: tuple[float, float]  # forward, backward
+    gradient_bytes: int  # that go back to the layer before
+    output: Any  # cut off from the layer
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
@@ -219,7 +227,7 @@ def _cut_off(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _lent(model: LayeredModel, number: int) -> Iterator[None]:
-    """The layer has memory within this. What was not there is filled with numbers, not with its weights."""
+    """Within this context, the layer has memory. Tensors that this worker does not hold get ``STAND_IN`` as values."""
     was_held = number in model.held
     fresh = [unit for unit in model.units_of([number]) if not model.is_held(unit)]
     if not was_held:
@@ -227,7 +235,7 @@ def _lent(model: LayeredModel, number: int) -> Iterator[None]:
     try:
         with torch.no_grad():
             for tensor in (tensor for unit in fresh for tensor in unit.tensors):
-                tensor.fill_(FILLED if tensor.is_floating_point() or tensor.is_complex() else 0)
+                tensor.fill_(STAND_IN if tensor.is_floating_point() or tensor.is_complex() else 0)
         yield
     finally:
         for p in model.layers[number].parameters():
@@ -236,60 +244,54 @@ def _lent(model: LayeredModel, number: int) -> Iterator[None]:
             model.release([number])
 
 
-# --- the link ---------------------------------------------------------------------------------------
-
-MESSAGE, ORDER = 1_000_000, 1_000_001  # tags
-SIZES = (4, 16 << 10, 256 << 10, 1 << 20)  # bytes
-SPENT = 0.01  # seconds on each size, if a trip takes no longer
-FEWEST, MOST = 3, 20  # trips of one size; the first is slow
-SLOW = 0.05  # seconds: of a trip that takes longer, one is enough
-TOO_LONG = 0.6  # seconds: a trip that would end later is not tried
+# --- no trace --------------------------------------------------------------------------------------
 
 
-def quick_link(
-    group: Group, hosts: Sequence[str], *, clock: int = 0, device: torch.device | None = None
-) -> Link | None:
-    """The link between two workers, if possible of different hosts; ``hosts`` are those of all ranks.
+@contextmanager
+def undisturbed(model: LayeredModel) -> Iterator[None]:
+    """After this context, gradients, buffers, modes and random number generators are as they were before.
 
-    All call it. The one of rank ``clock`` gets the answer; the others get None, and all but one of them at once.
+    >>> model = LayeredModel([nn.BatchNorm1d(2)], seed=0, device=torch.device("cpu"))
+    >>> with undisturbed(model):
+    ...     model(torch.ones(3, 2)).sum().backward()
+    >>> model.layers[0].running_mean, model.layers[0].weight.grad
+    (tensor([0., 0.]), None)
     """
-    others = [rank for rank in range(group.size) if rank != clock]
-    other = next((rank for rank in others if hosts[rank] != hosts[clock]), others[0] if others else None)
-    if group.rank == clock and other is not None:
-        return fit(_trips(group, other, device))
-    if group.rank == other:
-        _echo(group, clock, device)
-    return None
+    wholes = [model.module, *model.layers]
+    modules = list({id(module): module for whole in wholes for module in whole.modules()}.values())
+    modes = [module.training for module in modules]
+    gradients = [(p, p.grad) for module in modules for p in module._parameters.values() if p is not None]
+    elsewhere = {id(buffer) for unit in model.units if not model.is_held(unit) for buffer in unit.buffers}
+    buffers = [
+        _Buffer(module, name, buffer, is_held=id(buffer) not in elsewhere)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for p, _ in gradients:
+        p.grad = None
+    with undisturbed_generators():
+        try:
+            yield
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
+            for buffer in buffers:
+                buffer.restore()
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
 
 
-def _trips(group: Group, other: int, device: torch.device | None) -> dict[int, float]:
-    """Seconds of one way by bytes, of the fastest trip: a slower one shows who else wanted the cores."""
-    seconds: dict[int, float] = {}
-    start = time.perf_counter()
-    for size in SIZES:
-        expected = 2 * fit(seconds).seconds(size) if len(seconds) > 1 else 0.0
-        if time.perf_counter() + expected > start + TOO_LONG:
-            break
-        trips = 1 if expected > SLOW else max(FEWEST, min(MOST, int(SPENT / expected))) if expected else FEWEST
-        group.start([(other, torch.tensor([size, trips], device=device), ORDER)], [])
-        message, echo = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-        for _ in range(trips):
-            begin = time.perf_counter()
-            group.finish(group.start([(other, message, MESSAGE)], [(other, echo, MESSAGE)]))
-            one_way = (time.perf_counter() - begin) / 2
-            seconds[size] = min(seconds.get(size, one_way), one_way)
-    group.start([(other, torch.tensor([0, 0], device=device), ORDER)], [])
-    return seconds
+class _Buffer:
+    """A module's buffer as it was. A forward pass may write into it, or put another tensor in its place."""
 
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor, *, is_held: bool) -> None:
+        self._module, self._name, self._tensor = module, name, tensor
+        self._before = tensor.detach().clone() if is_held else None  # a buffer that is not held has no values
 
-def _echo(group: Group, clock: int, device: torch.device | None) -> None:
-    order = torch.zeros(2, dtype=torch.int64, device=device)
-    while True:
-        group.finish(group.start([], [(clock, order, ORDER)]))
-        size, trips = order.tolist()
-        if not size:
-            return
-        message = torch.empty(size, dtype=torch.uint8, device=device)
-        for _ in range(trips):
-            group.finish(group.start([], [(clock, message, MESSAGE)]))
-            group.start([(clock, message, MESSAGE)], [])
+    @torch.no_grad()
+    def restore(self) -> None:
+        self._module._buffers[self._name] = self._tensor
+        # Values are compared because BatchNorm writes without telling: the tensor's version stays as it was.
+        if self._before is not None and not torch.equal(self._tensor, self._before):
+            self._tensor.copy_(self._before)

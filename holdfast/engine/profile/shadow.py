@@ -18,7 +18,7 @@ TRIES = 2  # updates that are timed, after the one that makes the slots
 ADAM = 2  # slots as large as the weights: the usual, where it cannot be tried
 
 
-class Kept(NamedTuple):
+class OptimizerCost(NamedTuple):
     """What an optimizer keeps for some parameters, and the seconds of its update."""
 
     slot_bytes: int
@@ -42,31 +42,31 @@ class Shadow:
         self._clip_norm = update.clip_norm
         groups = update.optimizer.param_groups
         self._group = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        self._known: dict[Any, Kept] = {}
+        self._known: dict[Any, OptimizerCost] = {}
         self.is_guess = False  # some optimizer was not willing
 
-    def kept(self, parameters: Sequence[nn.Parameter]) -> Kept:
+    def kept(self, parameters: Sequence[nn.Parameter]) -> OptimizerCost:
         """For the parameters of a layer that have a gradient."""
         trained = [p for p in parameters if id(p) in self._group]
         if not trained:
-            return Kept(0, 0.0)
+            return OptimizerCost(0, 0.0)
         kind = tuple((self._group[id(p)], p.shape, p.dtype) for p in trained)
         if kind not in self._known:
             try:
                 self._known[kind] = self._try(trained)
             except Exception:  # an optimizer may want anything: closures, names, its own parameters
                 self.is_guess = True
-                self._known[kind] = Kept(ADAM * sum(p.nbytes for p in trained), 0.0)
+                self._known[kind] = OptimizerCost(ADAM * sum(p.nbytes for p in trained), 0.0)
         return self._known[kind]
 
-    def _try(self, parameters: Sequence[nn.Parameter]) -> Kept:
+    def _try(self, parameters: Sequence[nn.Parameter]) -> OptimizerCost:
         tensors = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters]
         for tensor in tensors:
             tensor.grad = torch.full_like(tensor, 1e-3)
         double = self._double([self._group[id(p)] for p in parameters], tensors)
         seconds = [self._step(double, tensors) for _ in range(1 + TRIES)]
         slots = [value for slot in double.state.values() for value in slot.values()]
-        return Kept(sum(value.nbytes for value in slots if isinstance(value, torch.Tensor)), min(seconds[1:]))
+        return OptimizerCost(sum(value.nbytes for value in slots if isinstance(value, torch.Tensor)), min(seconds[1:]))
 
     def _double(self, groups: Sequence[int], tensors: Sequence[nn.Parameter]) -> Optimizer:
         if any(isinstance(value, Optimizer) for value in vars(self._optimizer).values()):

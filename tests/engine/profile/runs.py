@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from holdfast import Run
-from holdfast.engine.profile.links import Measured
 from holdfast.engine.profile.measure import measure
+from holdfast.engine.profile.round_trips import MeasuredLink
 from holdfast.plan.profile import LayerCost, Link, Profile
 
 FLOAT, INT, BATCH, WIDTH = 4, 8, 4, 16  # bytes of a float and of an integer; samples; features
@@ -49,7 +51,7 @@ def costs(*layers: nn.Module, rounds: int = 3, **settings: Any) -> tuple[LayerCo
 
 
 def profile_of(run: Run) -> Profile:
-    inside = Measured(link=Link(bandwidth=1e9), seconds={}, error=0.0)
+    inside = MeasuredLink(link=Link(bandwidth=1e9), seconds={}, error=0.0)
     return measure(run.engine, rounds=3).profile("test", inside)
 
 
@@ -70,3 +72,14 @@ class Unmask(nn.Module):
     def forward(self, given: Any) -> Tensor:
         x, places, mask, scale = given.values() if isinstance(given, dict) else given
         return x * mask * scale + places
+
+
+class Clock:
+    """A clock that moves only when told to, in the place of the machine's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds

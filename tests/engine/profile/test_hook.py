@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from holdfast import Run
-from holdfast.engine.profile.hook import Measured, instead_of_training
+from holdfast.engine.profile.hook import ScriptMeasured, instead_of_training
 from tests.engine.profile.runs import WIDTH, linear, make_run
 
 DATA = TensorDataset(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
@@ -19,7 +19,7 @@ DATA = TensorDataset(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
 def test_a_run_that_is_measured_does_not_train() -> None:
     run, other = make_run(linear()), make_run(linear())
     before, seen = run.sha256(), []
-    with instead_of_training(seen.append), pytest.raises(Measured):
+    with instead_of_training(seen.append), pytest.raises(ScriptMeasured):
         next(run.steps(3))
     assert seen == [run]
     assert (run.step, run.sha256()) == (0, before)
@@ -37,12 +37,12 @@ USES: list[Callable[[Run, Path], object]] = [
 def test_a_run_that_was_measured_is_used_up(use: Callable[[Run, Path], object], tmp_path: Path) -> None:
     run, other = make_run(linear()), make_run(linear())
     with instead_of_training(lambda run: None):
-        with pytest.raises(Measured):
+        with pytest.raises(ScriptMeasured):
             next(run.steps(3))
         for one in (run, other):  # the script is at its end, whatever else it has
-            with pytest.raises(Measured):
+            with pytest.raises(ScriptMeasured):
                 use(one, tmp_path / "model.safetensors")
-    with pytest.raises(Measured):  # as from atexit
+    with pytest.raises(ScriptMeasured):  # as from atexit
         use(run, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
     use(other, tmp_path / "model.safetensors")  # a run that nobody measured is as ever

@@ -1,11 +1,9 @@
-"""Profiles: bytes to the last one, and seconds as loosely as a noisy machine allows."""
+"""Profiles: bytes to the last one, and seconds on a clock of the test's own."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import pytest
@@ -16,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from holdfast import Run
-from holdfast.engine.profile.links import Measured
 from holdfast.engine.profile.measure import layer_names, measure, with_between
-from holdfast.engine.profile.passes import Passes, micro_batch
+from holdfast.engine.profile.round_trips import MeasuredLink
 from holdfast.plan.profile import LayerCost, Link
 from tests.engine.profile.runs import (
     ACTIVATION,
@@ -27,6 +24,7 @@ from tests.engine.profile.runs import (
     INT,
     LINEAR,
     WIDTH,
+    Clock,
     Masked,
     Unmask,
     costs,
@@ -161,66 +159,55 @@ def test_buffers_are_weights_without_gradient() -> None:
 
 class _SleepBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
+        ctx.clock = clock
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        time.sleep(0.02)
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.clock.sleep(0.02)
+        return gradient, None
 
 
 class SlowBackward(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def forward(self, x: Tensor) -> Tensor:
-        return _SleepBack.apply(x)
+        return _SleepBack.apply(x, self.clock)
 
 
 class SlowForward(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.02)
+        self.clock.sleep(0.03)
         return x
 
 
-def slow_loss(output: Tensor, target: Tensor) -> Tensor:
-    time.sleep(0.02)
-    return mse_loss(output, target)
-
-
-def slow_places(layers: Iterable[LayerCost]) -> list[tuple[int, str]]:
-    """Where 20 ms were spent; everything else here takes microseconds."""
-    return [
-        (number, way)
+def slow_places(layers: Iterable[LayerCost]) -> dict[tuple[int, str], float]:
+    """Where time was spent, and how much."""
+    return {
+        (number, way): getattr(layer, way)
         for number, layer in enumerate(layers)
         for way in ("forward", "backward")
-        if getattr(layer, way) > 0.015
-    ]
+        if getattr(layer, way)
+    }
 
 
-def test_time_is_found_where_it_is_spent() -> None:
-    assert slow_places(costs(linear(), linear(), linear(), rounds=5)) == []
-    assert slow_places(costs(linear(), SlowBackward(), linear(), rounds=5)) == [(1, "backward")]
-    assert slow_places(costs(linear(), SlowForward(), linear(), rounds=5)) == [(1, "forward")]
-    assert slow_places(costs(linear(), linear(), rounds=5, loss=slow_loss)) == [(1, "forward")]
+def test_time_is_found_where_it_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
 
+    def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+        clock.sleep(0.01)
+        return mse_loss(output, target)
 
-def test_layers_add_up_to_a_whole_pass() -> None:
-    """Interleaved, so that what else the machine does hits both alike; the factor is for what is left."""
-    width = 256
-    data = TensorDataset(torch.randn(64, width), torch.randn(64, width))
-    blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)]
-    run = Run(
-        layers=blocks, loss=mse_loss, optimizer=torch.optim.AdamW, data=data, global_batch=64, micro_batch=64
-    )  # fmt: skip
-    inputs, targets = micro_batch(run.engine)
-    passes = Passes(run.engine, inputs, targets)
-    ratios = []
-    for _ in range(15):
-        begin = time.perf_counter()
-        run.engine._through(range(4), inputs, targets, step=0, index=0, between=lambda: None).backward()
-        whole = time.perf_counter() - begin
-        one = passes.one()
-        ratios.append((sum(one.forward) + sum(one.backward)) / whole)
-    assert 0.6 < median(ratios[3:]) < 1.6
+    assert slow_places(costs(linear(), linear(), linear())) == {}
+    found = slow_places(costs(linear(), SlowBackward(clock), SlowForward(clock), linear(), loss=slow_loss))
+    assert found == pytest.approx({(1, "backward"): 0.02, (2, "forward"): 0.03, (3, "forward"): 0.01})
 
 
 def test_the_update_is_shared_out_by_bytes() -> None:
@@ -268,7 +255,7 @@ def test_what_is_known_between_hosts_is_said() -> None:
     assert both.between == Link(bandwidth=5e9, latency=1e-3)
     assert both.notes["between"] == "given: bandwidth and latency"
     assert with_between(known, latency=1e-3).between == replace(known.inside, latency=1e-3)
-    measured = Measured(link=Link(bandwidth=2e9, latency=2e-3), seconds={4: 2e-3}, error=0.0)
+    measured = MeasuredLink(link=Link(bandwidth=2e9, latency=2e-3), seconds={4: 2e-3}, error=0.0)
     peer = with_between(known, peer="head:1", measured=measured)
     assert (peer.between, peer.inside) == (measured.link, known.inside)
     assert peer.notes["between"] == "measured: with head:1, over Gloo"

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.order import Numbers
-from holdfast.data.permute import permuted
+from holdfast.data.shuffle import Numbers, permuted
 
 keys = st.integers(0, 2**70)
 

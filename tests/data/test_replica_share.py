@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.order import Order
-from holdfast.data.share import Share
+from holdfast.data.order import Order, Share
 from holdfast.plan.layout import side_by_side
 
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from holdfast.engine.rng import seed_everything, seed_of
+from holdfast.rng import seed_everything, seed_of
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast.engine.model import LayeredModel
-from holdfast.engine.tied import share, shared_names, tied
+from holdfast.engine.tied_weights import share, shared_names, tied
 from holdfast.errors import UsageError
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast import Run, UsageError
 from holdfast.engine.profile.measure import measure
-from holdfast.engine.profile.script import until_training
+from holdfast.engine.profile.run_script import until_training
 
 SCRIPT = """
 import atexit

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.engine import ties as ties_module
-from holdfast.engine.ties import Ties
+from holdfast.engine import tied_gradients as ties_module
+from holdfast.engine.tied_gradients import Ties
 from holdfast.plan.layout import Layout, side_by_side
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
 from tests.engine.pipelines import CPU, Job, LayeredModel, assert_same, each_alone, fill, lay, mlp
-from tests.engine.test_sharing import TIED
+from tests.engine.test_tied_leaves import TIED
 
 LAYERS = 5
 USES = [0, 2, 3]  # layers of one weight; layers 1 and 4 share another

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from holdfast.engine.model import LayeredModel
-from holdfast.engine.sharing import alias_shared
-from holdfast.engine.tied import tied
+from holdfast.engine.tied_weights import alias_shared, tied
 from holdfast.plan.layout import Layout, side_by_side
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
 from tests.engine.pipelines import (

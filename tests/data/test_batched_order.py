@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.data.injection import Injection
-from holdfast.data.order import Batches, Order
-from holdfast.data.parted import BatchedOrder
+from holdfast.data.order import BatchedOrder, Batches, Order
 from holdfast.data.partition import DefDP, LabelSplit, Partition, SelDP
 from holdfast.errors import UsageError
 

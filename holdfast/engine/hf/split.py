@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from holdfast.engine.hf.families import BERT, GPT2, LLAMA, Family, Known, recognise
-from holdfast.engine.hf.layers import Block, Embedding, End, GPT2Words, Head, Mask
+from holdfast.engine.hf.layers import GPT2Words, HFBackboneEnd, HFBlock, HFEmbedding, HFHead, Mask
 from holdfast.errors import UsageError
 
 
@@ -33,8 +33,8 @@ def layers_of_transformers(model: nn.Module, *, hint: str) -> list[nn.Module]:
     words, blocks, norm = _PARTS[known.family.name](known.backbone)
     mask = _mask(known.backbone, known.family)
     rotary = getattr(known.backbone, "rotary_emb", None)
-    first = Embedding(words, inputs=known.family.inputs, keep_ids=_reads_ids(model, known))
-    return [first, *(Block(block, mask=mask, rotary=rotary) for block in blocks), _head(model, known, norm)]
+    first = HFEmbedding(words, inputs=known.family.inputs, keep_ids=_reads_ids(model, known))
+    return [first, *(HFBlock(block, mask=mask, rotary=rotary) for block in blocks), _head(model, known, norm)]
 
 
 def _check_version() -> None:
@@ -82,16 +82,16 @@ def _mask(backbone: Any, family: Family) -> Mask:
     return mask
 
 
-def _head(model: nn.Module, known: Known, norm: nn.Module | None) -> Head:
+def _head(model: nn.Module, known: Known, norm: nn.Module | None) -> HFHead:
     """The model itself, but for its backbone, in whose place stands the end of it: so every head is right."""
     outputs = importlib.import_module("transformers.modeling_outputs")
     pooler = getattr(known.backbone, "pooler", None)
-    end = End(norm, pooler, output=outputs.BaseModelOutputWithPoolingAndCrossAttentions)
+    end = HFBackboneEnd(norm, pooler, output=outputs.BaseModelOutputWithPoolingAndCrossAttentions)
     if known.name is None:
-        return Head(end)
+        return HFHead(end)
     bare = copy.copy(model)
     bare._modules = {**model._modules, known.name: end}
-    return Head(bare)
+    return HFHead(bare)
 
 
 def _reads_ids(model: nn.Module, known: Known) -> bool:
