@@ -28,7 +28,6 @@ from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_wr
 from holdfast.engine.state import State
 from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
-from holdfast.recovery.apart import Apart
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.cohort import Cohort, Kind, Operation
 from holdfast.recovery.copies import Together
@@ -54,6 +53,7 @@ from holdfast.settings import (
 )
 from holdfast.sync.policy import Policy, refuse_talking_layers
 from holdfast.sync.report import EVERY_STEP, Report, Totals
+from holdfast.sync.run_host import RunHost
 from holdfast.words import count
 
 
@@ -170,7 +170,7 @@ class Run:
         if policy is not None:
             self._arranger.unvoted = True
             parts = (self.engine, self._state, self._cohort, self._events)
-            self._apart = Apart(policy, *parts, between=self._between_steps)
+            self._apart = RunHost(policy, *parts, between=self._between_steps)
         if update == "commit-copy" and every != "auto":
             self._together = Together(self.engine, self._state, self._attempt, every)
 

@@ -19,7 +19,7 @@ from holdfast.checks import one_of, whole
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.sync.loop import Loop
+    from holdfast.sync.loop_host import LoopHost
 
 OptimizerState = Literal["local", "average", "reset"]
 
@@ -112,9 +112,9 @@ class Policy(ABC):
         group: torch.distributed.ProcessGroup | None = None,
         seed: int = 0,
         steps_per_epoch: int | None = None,
-    ) -> Loop:
+    ) -> LoopHost:
         """Puts the policy around a training loop of your own, in a process group of your own: a context manager."""
-        from holdfast.sync.loop import around  # only who has such a loop needs it
+        from holdfast.sync.loop_host import around  # only who has such a loop needs it
 
         return around(self, model, optimizer, group=group, seed=seed, steps_per_epoch=steps_per_epoch)
 

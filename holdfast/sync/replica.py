@@ -10,7 +10,7 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.exchange import Averaging, Ballots
+from holdfast.sync.exchange import Ballots
 from holdfast.sync.packed import Packed, plain
 from holdfast.sync.policy import Context, Decision, Policy
 
@@ -25,16 +25,6 @@ class _Slot:
     key: str
     tensor: torch.Tensor
     made: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """An exchange that runs beside the training: what it is of, and after which step its result is added."""
-
-    averaging: Averaging
-    snapshot: list[torch.Tensor]
-    due: int
-    decision: Decision
 
 
 class Replica:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.loop import Loop
+from holdfast.sync.loop_host import LoopHost
 from holdfast.sync.periodic import FedAvg, LocalSGD
 from holdfast.sync.policy import Context, Policy
 from holdfast.sync.selsync import SelSync
@@ -61,7 +61,7 @@ def test_gradients_accumulate_over_several_passes() -> None:
     def work(group: Any) -> Weights:
         model = make()
         optimizer = sgd(model)
-        with Loop(SelSync(delta=0), model, optimizer, group, Context()):
+        with LoopHost(SelSync(delta=0), model, optimizer, group, Context()):
             for step in range(3):
                 optimizer.zero_grad()
                 for part in range(2):
@@ -155,7 +155,7 @@ def test_an_average_that_is_asked_for() -> None:
         model = make()
         optimizer = sgd(model)
         seen = []
-        with Loop(LocalSGD(every=100, overlap=1), model, optimizer, group, Context()) as loop:
+        with LoopHost(LocalSGD(every=100, overlap=1), model, optimizer, group, Context()) as loop:
             for step in range(4):
                 loss_of(model, group.rank, step).backward()
                 optimizer.step()
@@ -175,7 +175,7 @@ def test_clipping_comes_after_the_policy_has_seen_gradients() -> None:
     def work(group: Any, ours: bool) -> tuple[float, float]:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with Loop(SelSync(delta=1e9), model, optimizer, group, Context()) as loop:
+        with LoopHost(SelSync(delta=1e9), model, optimizer, group, Context()) as loop:
             for step in range(3):
                 optimizer.zero_grad()
                 (loss_of(model, group.rank, step) * 10**step).backward()
