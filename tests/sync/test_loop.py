@@ -37,16 +37,23 @@ def test_an_infinite_threshold_is_local_training_until_the_end() -> None:
     assert not same(trained[0].weights[-1], trained[1].weights[-1]), "a control"
 
 
+def spread_of(replicas: list[Weights]) -> float:
+    """The root of the mean squared distance between replicas and their mean."""
+    flat = torch.stack([torch.cat([weight.flatten() for weight in each]).double() for each in replicas])
+    return float((flat - flat.mean(0)).square().sum(1).mean().sqrt())
+
+
 def test_averages_every_few_steps_are_those_by_hand() -> None:
     wanted = by_hand(8, lambda step: step % 3 == 2)
     for rank, seen in enumerate(train(LocalSGD(every=3), 8)):
         assert all(same(a, b) for a, b in zip(seen.weights, wanted[rank], strict=True))
         assert [report.synchronised for report in seen.reports] == [False, False, True] * 2 + [False] * 2
         assert seen.loop.totals.synchronised == 3  # and the end
-        spread = seen.reports[2].distance
-        assert spread is not None
-        assert spread > 0
-        assert seen.reports[2].distance == seen.loop.totals.distance or seen.loop.totals.distance is not None
+        assert seen.reports[2].distance == pytest.approx(
+            spread_of([apart[2] for apart in by_hand(3, lambda step: False)])
+        )
+        assert seen.loop.totals.distance == seen.loop.last.distance, "that of the end"
+        assert seen.loop.last.distance == pytest.approx(spread_of([steps[-1] for steps in wanted]))
 
 
 def test_warmup_is_together() -> None:

@@ -104,7 +104,7 @@ def test_sparse_gradients_are_refused() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with LoopHost(SelSync(delta=0), model, optimizer, group, Context()):
             model(torch.tensor([1])).sum().backward()
-            with pytest.raises(UsageError, match="sparse gradients"):
+            with pytest.raises(UsageError, match="sparse"):
                 optimizer.step()
 
     on_workers(2, work)
@@ -171,7 +171,7 @@ def test_a_parameter_that_is_unfrozen_is_refused() -> None:
         with LoopHost(LocalSGD(every=2), model, optimizer, group, Context()):
             step(model, optimizer, group.rank, 0)
             model[0].requires_grad_(True)
-            with pytest.raises(UsageError, match="unfrozen inside the loop"):
+            with pytest.raises(UsageError, match="unfrozen"):
                 step(model, optimizer, group.rank, 1)
 
     on_workers(2, work)
@@ -200,7 +200,7 @@ def test_the_optimizer_begins_as_the_first_ones(has_state: int) -> None:
 
 
 @pytest.mark.parametrize("policy", [LocalSGD(every=9), LocalSGD(every=1, optimizer_state="average")], ids=repr)
-def test_an_optimizer_without_state_is_refused_in_words(policy: Policy) -> None:
+def test_an_optimizer_without_state_is_refused(policy: Policy) -> None:
     """One replica has had no gradients: it would send less than the others, at which Gloo ends the process."""
 
     def work(rank: int) -> str:
@@ -211,23 +211,23 @@ def test_an_optimizer_without_state_is_refused_in_words(policy: Policy) -> None:
                 if rank == 0:
                     loss_of(model, rank, 0).backward()
                 optimizer.step()
-        except UsageError as e:
-            return str(e)
+        except UsageError:
+            return "refused"
         return "went on"
 
-    assert all("no state" in said for said in on_processes(2, work, seconds=30))
+    assert on_processes(2, work, seconds=30) == ["refused"] * 2
 
 
-def test_models_that_differ_are_refused_in_words() -> None:
+def test_models_that_differ_are_refused() -> None:
     def work(rank: int) -> str:
         model = nn.Linear(2, 2 + rank)
         try:
             with LocalSGD(every=2).around(model, sgd(model)):
                 return "went on"
-        except UsageError as e:
-            return str(e)
+        except UsageError:
+            return "refused"
 
-    assert all("different tensors" in said for said in on_processes(2, work, seconds=30))
+    assert on_processes(2, work, seconds=30) == ["refused"] * 2
 
 
 # --- what is counted -------------------------------------------------------------------------------------
