@@ -53,7 +53,7 @@ from holdfast.settings import (
 )
 from holdfast.sync.policy import Policy, refuse_talking_layers
 from holdfast.sync.report import EVERY_STEP, Report, Totals
-from holdfast.sync.run_host import RunHost
+from holdfast.sync.run_training import RunTraining
 from holdfast.words import count
 
 
@@ -170,7 +170,7 @@ class Run:
         if policy is not None:
             self._arranger.unvoted = True
             parts = (self.engine, self._state, self._cohort, self._events)
-            self._apart = RunHost(policy, *parts, between=self._between_steps)
+            self._apart = RunTraining(policy, *parts, between=self._between_steps)
         if update == "commit-copy" and every != "auto":
             self._together = Together(self.engine, self._state, self._attempt, every)
 

@@ -1,7 +1,7 @@
 """The driver of one replica under a policy: it decides, step by step, when this replica exchanges what with whom.
 
-Two hosts use it. ``run_host`` is a ``Run``: workers come and go, and what all do together is voted on.
-``loop_host`` is a user's own training loop over a ``torch.distributed`` group: a lost peer ends it.
+Two owners use it. ``run_training`` is a ``Run``: workers come and go, and what all do together is voted on.
+``loop_training`` is a user's own loop over a ``torch.distributed`` group: a lost peer ends it.
 
 Between two steps a replica is in one of three states:
 
@@ -10,11 +10,11 @@ Between two steps a replica is in one of three states:
 - *catching up*: the peers have changed. Replicas may have made different numbers of steps, so each trains alone,
   without ballots or pushes, up to the step ``meet_at`` of the one furthest ahead. There all meet.
 
-One step apart is these calls of the host, in this order::
+One step apart is these calls of the owner, in this order::
 
     decision = driver.before_update()     # gradients are there: observe, cast the ballot, decide about gradients
     driver.average_gradients(decision)    # only if the policy averages gradients and has decided to
-    (the host makes the update, and counts the step)
+    (the owner makes the update, and counts the step)
     decision = driver.after_update()      # push the update, decide, perhaps begin an exchange beside the next steps
     report = driver.act(decision)         # meet, if that was decided and is due; report what became of the step
     driver.count(report)
@@ -26,7 +26,7 @@ and the state changes like this::
     any         --enter(peers, meet_at)-----> catching up --step == meet_at-------> meet --> in touch
     any         --meet(full=True)-----------> meet --> in touch       (an evaluation, a checkpoint, the end)
 
-A meeting is an operation: ``attempt`` finds the mean and changes nothing that lasts, ``apply`` adopts it. A host that
+A meeting is an operation: ``attempt`` finds the mean and changes nothing that lasts, ``apply`` adopts it. An owner that
 survives losses calls ``attempt`` again with new peers if the first one broke.
 """
 
@@ -39,8 +39,8 @@ import torch
 
 from holdfast.cluster import faults
 from holdfast.sync.exchange import Averaging, Ballots
-from holdfast.sync.host import Host
 from holdfast.sync.meeting import GradientAverage, Meeting
+from holdfast.sync.owner import Owner
 from holdfast.sync.peers import Peers
 from holdfast.sync.policy import Decision, Policy
 from holdfast.sync.replica import Replica
@@ -52,7 +52,7 @@ BESIDE = "the exchange runs beside the next steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pending:
+class PendingExchange:
     """An exchange that runs beside the training: what it is of, and after which step its result is added."""
 
     averaging: Averaging
@@ -64,26 +64,26 @@ class Pending:
 class Driver:
     """One replica's side of a policy. The module's docstring describes its states and the order of calls.
 
-    An error of the peers (``Broken`` in a run) flies through ``before_update`` and ``after_update``; the host then
+    An error of the peers (``Broken`` in a run) flies through ``before_update`` and ``after_update``; the owner then
     finds new peers and tells the driver with ``enter``.
     """
 
-    def __init__(self, policy: Policy, replica: Replica, host: Host, peers: Peers) -> None:
+    def __init__(self, policy: Policy, replica: Replica, owner: Owner, peers: Peers) -> None:
         self.policy, self.replica = policy, replica
         self.totals = Totals()
         self.sent = 0  # bytes of averages and pushed updates, without ballots
         self.ballots = Ballots(peers)
-        self.pending: Pending | None = None
+        self.pending: PendingExchange | None = None
         self.pushes: Pushes | None = None
         self._pushed_among: Peers | None = None  # the peers of ``pushes``, which may be those of a past generation
-        self._host, self._peers = host, peers
+        self._owner, self._peers = owner, peers
         self._meet_at: int | None = None
         self._about_gradients: Decision | None = None  # the decision of ``before_update`` at this step
         self._pushed = 0  # bytes, after this step
 
     @property
     def step(self) -> int:
-        return self._host.step
+        return self._owner.step
 
     # --- peers -----------------------------------------------------------------------------------
 
@@ -162,14 +162,14 @@ class Driver:
 
     def count(self, report: Report, *, step: bool = True) -> None:
         """Adds a step to the totals, or a meeting without one."""
-        self.totals.count(report, sent=self._host.sent, step=step)
+        self.totals.count(report, sent=self._owner.sent, step=step)
 
     # --- meetings --------------------------------------------------------------------------------
 
     def meet(self, decision: Decision, *, full: bool = False) -> Report:
         """All replicas become their mean, here and now. ``full``: with optimizer state and what the policy knows."""
-        meeting = Meeting(self, self._host, full=full)
-        spread = self._host.commit(meeting)
+        meeting = Meeting(self, self._owner, full=full)
+        spread = self._owner.commit(meeting)
         return report_of(decision, True, distance=math.sqrt(max(spread, 0.0)), sent=meeting.sent)
 
     def average_gradients(self, decision: Decision) -> Report | None:
@@ -177,8 +177,8 @@ class Driver:
 
         None: the peers have changed, and all have met instead. The step is still to be made.
         """
-        average = GradientAverage(self, self._host)
-        self._host.commit(average)
+        average = GradientAverage(self, self._owner)
+        self._owner.commit(average)
         return report_of(decision, True, sent=average.sent) if average.meeting is None else None
 
     def averaging(
@@ -192,15 +192,15 @@ class Driver:
         """The mean of a meeting becomes this replica's, and the replica is in touch again."""
         self.replica.adopt(self.step, mean, full=full, since=since)
         self.pending = self.pushes = self._pushed_among = self._meet_at = None
-        self._host.adopted(full=full, equal=since is None)
+        self._owner.adopted(full=full, equal=since is None)
 
     def _begin_exchange(self, decision: Decision) -> None:
         if self.policy.optimizer_state == "average":  # an optimizer may not have made its state on all replicas
-            self._host.agree(self._peers, full=False)
+            self._owner.agree(self._peers, full=False)
         snapshot = self.replica.contribution(full=False)
         averaging = self.averaging(self._peers, snapshot, beside=True)
         due = self.step + self.policy.overlap
-        self.pending = Pending(averaging=averaging, snapshot=snapshot, due=due, decision=decision)
+        self.pending = PendingExchange(averaging=averaging, snapshot=snapshot, due=due, decision=decision)
 
     # --- pushed updates: SSP ---------------------------------------------------------------------
 
@@ -232,6 +232,6 @@ class Driver:
         lost: list[int] = []
         if self.catching_up:
             heard = {} if self.pushes is None else self.pushes.heard
-            lost = self._host.inherited(peers, self._pushed_among, heard)
+            lost = self._owner.inherited(peers, self._pushed_among, heard)
         if self.pushes is not None:
             self.pushes.gather(peers.size, lost)

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.cluster import faults
 from holdfast.sync.exchange import Averaging
-from holdfast.sync.host import Host
+from holdfast.sync.owner import Owner
 from holdfast.sync.peers import Peers
 from holdfast.sync.ssp import SSP
 
@@ -22,10 +22,10 @@ class Meeting:
     An attempt returns this replica's part of the mean squared distance from the mean.
     """
 
-    def __init__(self, driver: Driver, host: Host, *, full: bool) -> None:
+    def __init__(self, driver: Driver, owner: Owner, *, full: bool) -> None:
         self.step = driver.step
         self.sent = 0  # bytes of averages, all attempts together
-        self._driver, self._host, self._full = driver, host, full
+        self._driver, self._owner, self._full = driver, owner, full
         self._mean: list[torch.Tensor] | None = None
         self._since: list[torch.Tensor] | None = None  # the contribution to a mean that was begun some steps ago
         self._everything = full
@@ -35,7 +35,7 @@ class Meeting:
         driver.ballots.drop()  # they are of before
         # Replicas that come from another generation must send the same as those that were in the middle of a meeting.
         full = self._everything = self._full or driver.catching_up
-        self._host.agree(group, full=full)
+        self._owner.agree(group, full=full)
         pending, self._since = driver.pending, None
         if pending is not None:
             mean = self._finish(pending.averaging)
@@ -72,17 +72,17 @@ class GradientAverage:
     If the peers have changed before it is done, it is a full meeting instead: ``meeting``.
     """
 
-    def __init__(self, driver: Driver, host: Host) -> None:
+    def __init__(self, driver: Driver, owner: Owner) -> None:
         self.step = driver.step
         self.sent = 0  # bytes
         self.meeting: Meeting | None = None
-        self._driver, self._host = driver, host
+        self._driver, self._owner = driver, owner
         self._mean: list[torch.Tensor] | None = None
 
     def attempt(self, group: Peers) -> list[float]:
         self.meeting = None
         if self._driver.catching_up:
-            self.meeting = Meeting(self._driver, self._host, full=True)
+            self.meeting = Meeting(self._driver, self._owner, full=True)
             return self.meeting.attempt(group)
         averaging = Averaging(group, self._driver.replica.gradients(), beside=False)
         faults.point("average")
@@ -99,7 +99,7 @@ class GradientAverage:
         assert self._mean is not None
         self._driver.replica.set_gradients(self._mean)
         self.drop()
-        self._host.gradients_averaged()
+        self._owner.gradients_averaged()
 
     def drop(self) -> None:
         self._mean = None

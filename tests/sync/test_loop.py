@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.loop_host import LoopHost
+from holdfast.sync.loop_training import LoopTraining
 from holdfast.sync.periodic import FedAvg, LocalSGD
 from holdfast.sync.policy import Context, Policy
 from holdfast.sync.selsync import SelSync
@@ -68,7 +68,7 @@ def test_gradients_accumulate_over_several_passes() -> None:
     def work(group: Any) -> Weights:
         model = make()
         optimizer = sgd(model)
-        with LoopHost(SelSync(delta=0), model, optimizer, group, Context()):
+        with LoopTraining(SelSync(delta=0), model, optimizer, group, Context()):
             for step in range(3):
                 optimizer.zero_grad()
                 for part in range(2):
@@ -162,7 +162,7 @@ def test_an_average_that_is_asked_for() -> None:
         model = make()
         optimizer = sgd(model)
         seen = []
-        with LoopHost(LocalSGD(every=100, overlap=1), model, optimizer, group, Context()) as loop:
+        with LoopTraining(LocalSGD(every=100, overlap=1), model, optimizer, group, Context()) as loop:
             for step in range(4):
                 loss_of(model, group.rank, step).backward()
                 optimizer.step()
@@ -182,7 +182,7 @@ def test_clipping_comes_after_the_policy_has_seen_gradients() -> None:
     def work(group: Any, ours: bool) -> tuple[float, float]:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with LoopHost(SelSync(delta=1e9), model, optimizer, group, Context()) as loop:
+        with LoopTraining(SelSync(delta=1e9), model, optimizer, group, Context()) as loop:
             for step in range(3):
                 optimizer.zero_grad()
                 (loss_of(model, group.rank, step) * 10**step).backward()

@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.errors import UsageError
 from holdfast.sync import peers
-from holdfast.sync.loop_host import LoopHost, around, check
+from holdfast.sync.loop_training import LoopTraining, around, check
 from holdfast.sync.peers import PeerLost
 from holdfast.sync.periodic import LocalSGD
 from holdfast.sync.policy import Context, Policy
@@ -29,7 +29,7 @@ def test_everything_begins_as_the_first_replica() -> None:
         nn.init.constant_(model[0].weight, float(group.rank + 1))
         model[0].bias.requires_grad_(False).fill_(group.rank)
         model[1].num_batches_tracked.fill_(group.rank + 7)
-        with LoopHost(LocalSGD(every=2), model, sgd(model), group, Context()):
+        with LoopTraining(LocalSGD(every=2), model, sgd(model), group, Context()):
             pass
         return [t.tolist() for t in model.state_dict().values()]
 
@@ -45,7 +45,7 @@ def test_hooks_go_with_the_loop_and_an_error_goes_through() -> None:
         optimizer = sgd(model)
         with (
             pytest.raises(ZeroDivisionError),
-            LoopHost(SelSync(delta=0), model, optimizer, group, Context()) as loop,
+            LoopTraining(SelSync(delta=0), model, optimizer, group, Context()) as loop,
         ):
             raise ZeroDivisionError
         loss_of(model, 0, 0).backward()
@@ -67,7 +67,8 @@ def test_bad_calls_are_refused() -> None:
 
     def work(group: Any) -> None:
         optimizer = sgd(model)
-        with LoopHost(SelSync(delta=0), model, optimizer, group, Context()), pytest.raises(UsageError, match="closure"):
+        loop = LoopTraining(SelSync(delta=0), model, optimizer, group, Context())
+        with loop, pytest.raises(UsageError, match="closure"):
             optimizer.step(lambda: 0.0)
 
     on_workers(1, work)

@@ -1,4 +1,4 @@
-"""The contract between a driver of replicas and the training that hosts it."""
+"""The contract between a driver of replicas and its owner, the training that the replica is part of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SyncOperation(Protocol):
         """Forgets the result of the last attempt."""
 
 
-class Host(Protocol):
+class Owner(Protocol):
     """What a driver needs from the training that it is part of."""
 
     @property

@@ -1,4 +1,4 @@
-"""A replica of a ``Run`` under a policy: the host of a ``Driver`` that survives the loss of workers.
+"""A replica of a ``Run`` under a policy: the owner of a ``Driver`` that survives the loss of workers.
 
 A step apart is not voted on: a replica makes it, counts it, and goes on. Everything that all must do at the same point
 of the script (a meeting, an evaluation, a checkpoint, the end) is an operation that the cohort commits. After a change
@@ -30,7 +30,7 @@ from holdfast.recovery.cohort import Cohort, Kind, Operation, refuse_to_differ
 from holdfast.recovery.reports import GroupRanks
 from holdfast.recovery.settle import Settlement
 from holdfast.sync.driver import CHANGED, Driver
-from holdfast.sync.host import SyncOperation
+from holdfast.sync.owner import SyncOperation
 from holdfast.sync.packed import mark_of, refuse_other_forms
 from holdfast.sync.peers import Peers
 from holdfast.sync.policy import Context, Decision, Policy
@@ -39,7 +39,7 @@ from holdfast.sync.report import Report, Totals
 from holdfast.sync.ssp import heirs
 
 
-class RunHost:
+class RunTraining:
     """One worker's replica, when the workers of a run train apart."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A policy around a user's own training loop: hooks on ``optimizer.step()`` are the host of a ``Driver``."""
+"""A policy around a user's own training loop: hooks on ``optimizer.step()`` own a ``Driver``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.errors import UsageError
 from holdfast.sync.driver import Driver
 from holdfast.sync.exchange import Ballots
-from holdfast.sync.host import SyncOperation
+from holdfast.sync.owner import SyncOperation
 from holdfast.sync.peers import DISTANCE_TAG, Peers, TorchPeers
 from holdfast.sync.policy import Context, Decision, Policy, refuse_talking_layers
 from holdfast.sync.replica import Replica
@@ -31,10 +31,12 @@ def around(
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
     steps_per_epoch: int | None = None,
-) -> LoopHost:
+) -> LoopTraining:
     """Return the context manager that ``Policy.around`` documents."""
     check(model, optimizer)
-    return LoopHost(policy, model, optimizer, TorchPeers(group), Context(seed=seed, steps_per_epoch=steps_per_epoch))
+    return LoopTraining(
+        policy, model, optimizer, TorchPeers(group), Context(seed=seed, steps_per_epoch=steps_per_epoch)
+    )
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -47,7 +49,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise UsageError("the optimizer has parameters that are not the model's", hint="one model for all of them")
 
 
-class LoopHost:
+class LoopTraining:
     """One replica in a user's own loop. Inside the ``with`` block each ``optimizer.step()`` follows the policy.
 
     ``last`` is the report of the last step or average, ``totals`` counts all steps, ``step`` is their number. At the
@@ -83,7 +85,7 @@ class LoopHost:
         self._equal_at = 0  # the step after which replicas were equal in everything
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> LoopHost:
+    def __enter__(self) -> LoopTraining:
         everything = [*self._model.parameters(), *self._model.buffers()]
         try:
             agree(self._distances, 0, [(tuple(tensor.shape), tensor.dtype) for tensor in everything])
