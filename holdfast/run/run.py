@@ -30,7 +30,6 @@ from holdfast.engine.state import State
 from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
 from holdfast.log.log import LogSettings
-from holdfast.recovery.apart import Apart
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.replay import Replayer
 from holdfast.run.results import Results
@@ -53,6 +52,7 @@ from holdfast.run.settings import (
 )
 from holdfast.sync.policy import Policy, refuse_talking_layers
 from holdfast.sync.report import EVERY_STEP, Report, Totals
+from holdfast.sync.run_training import RunTraining
 from holdfast.words import count
 
 
@@ -168,7 +168,7 @@ class Run:
         if policy is not None:
             self._arranger.unvoted = True
             parts = (self.engine, self._state, self._cohort, self._events)
-            self._apart = Apart(policy, *parts, between=self._between_steps)
+            self._apart = RunTraining(policy, *parts, between=self._between_steps)
 
     def _take_part(self, wishes: Wishes, kept: Settings | None, *, label: str, shape: str) -> None:
         """The state of this worker, and its place among the others."""

@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al., arXiv 2311.08105): long ways apart, then an outer step along what replicas agree on."""
+"""DiLoCo (Douillard et al., arXiv 2311.08105): many steps apart, then an outer step towards the mean of replicas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from holdfast.sync.policy import Context, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Policy):
-    """Every ``every`` steps the way from the last common parameters to the mean is taken as a gradient.
+    """Policy that makes an outer optimizer step every ``every`` steps.
 
-    The outer optimizer is SGD with Nesterov momentum. Meant for AdamW inside and very slow networks; the defaults
-    are the paper's. With ``outer_lr=1`` and ``outer_momentum=0`` it is ``LocalSGD``.
+    Its gradient is the difference between the parameters after the last outer step and the mean of the replicas. The
+    outer optimizer is SGD with rate ``outer_lr`` and Nesterov momentum ``outer_momentum``. The paper, whose defaults
+    these are, has AdamW inside and very slow networks. With ``outer_lr=1`` and ``outer_momentum=0`` it is ``LocalSGD``.
+    Raises ``UsageError`` for a setting that is out of its range.
+
+    >>> DiLoCo(every=100).outer_lr
+    0.7
     """
 
     every: int = 500
@@ -34,7 +39,7 @@ class DiLoCo(Policy):
         return Periodic(self.every, warmup=self.warmup)
 
     def outer(self, anchor: Tensor, mean: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-        """The new parameters and momentum, both new tensors; ``anchor``: the parameters after the last outer step.
+        """Return the new parameters and the new momentum. ``anchor``: the parameters after the last outer step.
 
         >>> import torch
         >>> start = torch.tensor([1.0])

@@ -1,6 +1,6 @@
-"""What replicas exchange: parameters, of which they take the mean, and ballots, which they add up.
+"""Exchanges between replicas: means of parameters, and sums of ballots.
 
-All memory that travels belongs to the exchange: training goes on beside it. Nobody waits for a send.
+All memory that travels belongs to the exchange, because training goes on beside it. No exchange waits for a send.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 
 from holdfast.sync.peers import AVERAGE_TAG, BALLOT_TAG, MEAN_TAG, Peers
 
-BUCKET_BYTES = 4 * 2**20  # what is averaged in one go: adding one bucket up overlaps with sending the next
-CACHED = 2**15  # elements that are averaged while they are in the cache: several times quicker than all at once
+BUCKET_BYTES = 4 * 2**20  # so that averaging one bucket overlaps with sending the next
+CACHED = 2**15  # elements averaged at a time: they stay in the processor's cache, which is several times quicker
 
 
 @dataclass
-class _Bucket:
-    """A part of a buffer: what each owner has of it here, and where their means go."""
+class _BucketExchange:
+    """A part of a buffer, cut into one slice for each replica: its values here, and room for their means."""
 
     values: list[torch.Tensor]
     means: list[torch.Tensor]
-    rows: list[torch.Tensor]  # everybody's values of this replica's slice
+    rows: list[torch.Tensor]  # all replicas' values of the slice that this replica averages
     receives: list[Any] = field(default_factory=list)
 
 
 class Averaging:
-    """The mean of everybody's buffers, element by element, the same bits everywhere. It starts at once.
+    """The mean of all replicas' buffers, element by element, with the same bits everywhere. It starts at once.
 
-    Each replica owns a slice of every bucket: it gets the others' values of it, takes their mean in the order of
-    ranks, and sends that to all: in a thread beside whatever the caller does, or, if that is only to wait, in
-    ``finish``. The mean is x₀ + Σ share·(x − x₀), so that replicas which are equal stay exactly as they are. Who has
-    no share sends nothing, but gets the mean.
+    Each replica averages one slice of every bucket: it gets the others' values, takes their mean in the order of
+    ranks, and sends that to all. It does so in a thread of its own (``beside``), or in ``finish``. The mean is
+    x₀ + Σ share·(x − x₀), so that equal replicas stay exactly as they are. A replica without a share sends nothing, but
+    gets the mean.
 
-    ``buffers`` must stay as they are until ``finish``; what it returns must until the peers' next vote. No vote may
-    come between: it would be taken for a proof that all has arrived.
+    ``buffers`` must not change until ``finish`` has returned, and the means not until the next vote of the peers. No
+    vote may come between start and ``finish``: a vote is taken for a proof that all that was sent has arrived.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Averaging:
         *,
         beside: bool = True,
     ) -> None:
-        """``shares``: how much each replica counts, adding up to one; None: all the same."""
+        """``shares``: the weight of each replica, adding up to one; None: all the same."""
         self.sent = 0  # bytes
         self._peers = peers
         self._shares = list(shares) if shares is not None else [1 / peers.size] * peers.size
@@ -79,11 +79,11 @@ class Averaging:
 
     @property
     def done(self) -> bool:
-        """Whether ``finish`` would not have to wait."""
+        """Whether ``finish`` would return at once."""
         return not self._left and (self._thread is None or not self._thread.is_alive())
 
     def finish(self) -> list[torch.Tensor]:
-        """The means. Raises what went wrong in the exchange."""
+        """Return the means. Raise the error of the exchange, if there was one."""
         if self._left:
             self._left = False
             self._run()
@@ -93,7 +93,7 @@ class Averaging:
         return self._means
 
     def abandon(self) -> None:
-        """After the peers broke: returns when the exchange has ended too."""
+        """After the peers broke: wait until the exchange has ended too."""
         self._join()
 
     def _join(self) -> None:
@@ -103,8 +103,8 @@ class Averaging:
 
     # --- the exchange ----------------------------------------------------------------------------
 
-    def _scatter(self, bucket: _Bucket) -> None:
-        """Everybody's values go to who owns them."""
+    def _scatter(self, bucket: _BucketExchange) -> None:
+        """Send each slice to the replica that averages it; receive the others' values of the own slice."""
         sends = []
         if self._shares[self._peers.rank]:
             sends = [(rank, bucket.values[rank], AVERAGE_TAG) for rank in self._others]
@@ -118,7 +118,7 @@ class Averaging:
             self._error = e
 
     def _steps(self) -> Iterator[Any]:
-        """Goes through all that is received; between two buckets, what has come is averaged and sent on."""
+        """Yield all receives in order. After those of a bucket, average the own slice and send it on."""
         coming: list[Any] = []
         for bucket in self._buckets:
             yield from bucket.receives
@@ -126,8 +126,8 @@ class Averaging:
             coming += self._spread(bucket)
         yield from coming
 
-    def _spread(self, bucket: _Bucket) -> list[Any]:
-        """The mean of the slice that this replica owns goes to all; those of the others come."""
+    def _spread(self, bucket: _BucketExchange) -> list[Any]:
+        """Send the mean of the own slice to all, and start to receive the means of the other slices."""
         own = bucket.means[self._peers.rank]
         ranks = [rank for rank, share in enumerate(self._shares) if share]
         _mean([bucket.rows[rank] for rank in ranks], [self._shares[rank] for rank in ranks], own)
@@ -135,17 +135,17 @@ class Averaging:
         return self._start(sends, [(other, bucket.means[other], MEAN_TAG) for other in self._others])
 
     def _start(self, sends: list[Any], receives: list[Any]) -> list[Any]:
-        """Nothing need be sent of an empty slice, of which there are some if a buffer is tiny."""
+        """Start transfers, but not of empty slices, of which a tiny buffer has some."""
         sends = [transfer for transfer in sends if transfer[1].numel()]
         self.sent += sum(tensor.nbytes for _, tensor, _ in sends)
         return self._peers.start(sends, [transfer for transfer in receives if transfer[1].numel()])
 
 
-def _cut(buffer: torch.Tensor, room: torch.Tensor, rank: int, size: int) -> Iterator[_Bucket]:
-    """The buckets of a buffer. ``room`` is for the means, and longer by ``size`` elements.
+def _cut(buffer: torch.Tensor, room: torch.Tensor, rank: int, size: int) -> Iterator[_BucketExchange]:
+    """Yield the buckets of a buffer. ``room`` is for the means, and longer by ``size`` elements.
 
-    What another sends of our slice is put where its mean will be, which comes only when ours has been taken. That
-    fits, for all slices but the last ones are as wide.
+    Another replica's values of our slice are received into the place of the mean of *its* slice. That mean comes only
+    after ours was taken, so the memory is free. All slices but the last ones have the same width, so the values fit.
     """
     most = max(BUCKET_BYTES // buffer.element_size() // size, 1) * size
     for start in range(0, len(buffer), most):
@@ -156,11 +156,13 @@ def _cut(buffer: torch.Tensor, room: torch.Tensor, rank: int, size: int) -> Iter
         here = room[start:]
         rows = [here[width * r : width * r + own.stop - own.start] for r in range(size)]
         rows[rank] = values[own]
-        yield _Bucket([values[part] for part in parts], [here[part] for part in parts], rows)
+        yield _BucketExchange([values[part] for part in parts], [here[part] for part in parts], rows)
 
 
 def _mean(rows: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor) -> None:
-    """x₀ + Σ share·(x − x₀) in the order given. Products are rounded before they are added, whatever the machine."""
+    """Write x₀ + Σ share·(x − x₀) to ``out``, in the order of the rows. Products are rounded before they are added, so
+    that all machines get the same bits.
+    """
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
     scratch = torch.empty(2, min(CACHED, out.numel()), dtype=wide, device=out.device)
     for start in range(0, out.numel(), CACHED):
@@ -171,7 +173,7 @@ def _mean(rows: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tens
         for other, share in zip(others, shares[1:], strict=True):
             torch.sub(other, first, out=change)
             total.add_(change.mul_(share))
-        if not math.isfinite(total.sum()):  # a mask has infinite numbers, which have no difference from themselves
+        if not math.isfinite(total.sum()):  # inf - inf is nan: masks keep their infinite numbers
             total = torch.where(torch.stack([row[here] == rows[0][here] for row in rows]).all(0), first, total)
         out[here] = total
 
@@ -185,9 +187,10 @@ class _Ballot:
 
 
 class Ballots:
-    """Numbers that each replica tells all others at a step, and that each adds up in the order of ranks.
+    """Numbers that each replica sends to all others at a step. Each adds them up in the order of ranks.
 
-    A ballot begins with how many its sender has heard out, which proves that those sent to it have arrived.
+    A ballot begins with the number of ballots that its sender has received in full. So the receiver knows which of its
+    own ballots have arrived, and need not be kept any more.
     """
 
     def __init__(self, peers: Peers, tag: int = BALLOT_TAG) -> None:
@@ -197,11 +200,11 @@ class Ballots:
         self._others = [rank for rank in range(peers.size) if rank != peers.rank]
         self._open: deque[_Ballot] = deque()
         self._heard = 0
-        self._kept: deque[Any] = deque()  # the works of each cast from number ``_arrived`` on
+        self._kept: deque[Any] = deque()  # sends of each ballot from number ``_arrived`` on
         self._arrived = 0
 
     def cast(self, step: int, numbers: Sequence[float]) -> None:
-        """Sends this replica's numbers and goes on."""
+        """Send this replica's numbers to all others, without waiting."""
         mine = torch.tensor([self._heard, *numbers], dtype=torch.float64)
         heard = torch.empty(len(self._others), len(mine), dtype=torch.float64)
         receives = self._peers.start(
@@ -213,7 +216,7 @@ class Ballots:
 
     @property
     def oldest(self) -> int | None:
-        """The first step whose ballots are under way."""
+        """The first step whose ballots were not added up yet; None: there is none."""
         return self._open[0].step if self._open else None
 
     @property
@@ -221,7 +224,7 @@ class Ballots:
         return self._peers.size
 
     def sums(self, step: int) -> list[float]:
-        """Everybody's numbers of that step, the oldest whose sums were not asked for yet, added up."""
+        """Return the sums of all replicas' numbers of ``step``, which must be ``oldest``. Wait for them."""
         ballot = self._hear()
         assert ballot.step == step, f"ballots of step {ballot.step} come before those of step {step}"
         rows: list[list[float]] = ballot.heard[:, 1:].tolist()
@@ -232,15 +235,15 @@ class Ballots:
         return total
 
     def drop(self) -> None:
-        """Receives the ballots that are under way, for nothing. All replicas do that at the same step."""
+        """Receive all open ballots and forget them. All replicas do that at the same step."""
         while self._open:
             self._hear()
-        while self._kept:  # there may be no later ballot
+        while self._kept:  # no later ballot may come that proves their arrival
             self._peers.keep(self._kept.popleft())
             self._arrived += 1
 
     def abandon(self) -> None:
-        """After the peers broke: forgets all that is under way. Whoever forgets a receive cancels it."""
+        """After the peers broke: forget all open ballots. That cancels their receives."""
         self._open.clear()
         self._kept.clear()
 

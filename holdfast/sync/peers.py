@@ -1,4 +1,4 @@
-"""Those with whom a replica exchanges: the ``Group`` of a ``Run``'s generation, or anyone's process group."""
+"""The peers of a replica: the ``Group`` of a ``Run``'s generation, or a process group of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -16,56 +16,60 @@ from holdfast.cluster.group import Transfer
 from holdfast.cluster.waiter import GRACE, LONGEST, wait_for
 from holdfast.errors import HoldfastError, UsageError
 
-AVERAGE_TAG = 5  # values on their way to who averages them
-MEAN_TAG = 6  # means on their way back, and small sums
-BALLOT_TAG = 7
-UPDATE_TAG = 8  # of stale-synchronous steps
-WATCH_TAG = 9  # last words: of who gives up, or takes leave
-DISTANCE_TAG = 10
+# Tags of messages. Those of one tag arrive in the order in which they were sent.
+AVERAGE_TAG = 5  # values on their way to the replica that averages them
+MEAN_TAG = 6  # means on their way back
+BALLOT_TAG = 7  # numbers on which a policy decides
+UPDATE_TAG = 8  # updates that SSP pushes
+WATCH_TAG = 9  # the last message of a process: it gives up, or is done
+DISTANCE_TAG = 10  # marks and distances of a user's own loop
 
-PATIENCE = 1.0  # seconds of waiting for a peer until one asks whether it is there at all
-FAREWELL = 60.0  # seconds that the last sends are given
+PATIENCE = 1.0  # seconds of waiting for a peer until a thread watches whether it is gone; most waits are shorter
+FAREWELL = 60.0  # seconds for the last sends to arrive when a loop ends: a slow network needs some
 
-_open: weakref.WeakSet[TorchPeers] = weakref.WeakSet()  # in this process
-_left: list[Any] = []  # watches of peers that were closed: some may not have ended
+_open: weakref.WeakSet[TorchPeers] = weakref.WeakSet()  # all in this process that were not closed
+_left: list[Any] = []  # watches of closed peers, kept alive because Gloo may still use them
 
 
 class Peers(Protocol):
-    """What an exchange needs. The semantics are those of ``cluster.group.Group``, which is one.
+    """Other replicas, as an exchange needs them. ``cluster.group.Group`` is one, and defines the semantics.
 
-    Nobody waits for a send. What ``start`` sends, and what ``keep`` is told of, is kept alive by the peers; the works
-    of ``send`` are the caller's to keep, until it knows that they have arrived.
+    No call waits for a send. The peers keep alive what ``start`` sends and what ``keep`` is given. The caller keeps
+    the works that ``send`` returns until it knows that they have arrived.
     """
 
     rank: int
     size: int
 
     def check(self) -> None:
-        """Raises if it is over."""
+        """Raise an error if a peer is lost."""
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
-        """Posts transfers of contiguous tensors; returns the receives, to be finished."""
+        """Post transfers of contiguous tensors; return the receives, for ``finish``."""
 
     def send(self, sends: Sequence[Transfer]) -> list[Any]:
-        """Posts sends that the caller keeps."""
+        """Post sends; return works that the caller keeps."""
 
     def keep(self, works: Sequence[Any]) -> None:
-        """Keeps sends for as long as they need."""
+        """Keep works of ``send`` until they have arrived."""
 
     def finish(self, receives: Iterable[Any]) -> None:
-        """Waits for receives; they may be decided on while they come."""
+        """Wait for receives. The iterator may post more of them while it is read."""
 
 
 class PeerLost(HoldfastError, RuntimeError):
-    """A process of the group has gone away in the middle of an exchange."""
+    """Error: a process of the group has gone in the middle of an exchange."""
 
 
 class TorchPeers:
-    """The processes of a ``torch.distributed`` group, which must be Gloo's: NCCL knows no tags."""
+    """The processes of a ``torch.distributed`` group. It must be Gloo's, because NCCL has no tags.
+
+    Raises ``UsageError`` for another backend, and if the group has an open loop already.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._backend = _gloo(group)
-        if any(other._backend is self._backend for other in _open):  # each would hear the other's last words
+        if any(other._backend is self._backend for other in _open):  # each would receive the other's last message
             raise UsageError(
                 "another loop is open on this process group",
                 hint='give each its own: group=torch.distributed.new_group(backend="gloo")',
@@ -77,8 +81,8 @@ class TorchPeers:
         self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._keeper = threading.Thread(target=_see_off, args=(self._sent,), name="holdfast-sent", daemon=True)
         self._keeper.start()
-        # Gloo forgets a receive whose socket breaks in the middle of its message, but not one that has not begun: a
-        # watch ends when its peer does, or says so.
+        # Gloo never ends a receive whose socket breaks in the middle of its message, but it ends one that has not
+        # begun. So a receive that nothing is sent to, a watch, shows that its peer has gone.
         others = [peer for peer in range(self.size) if peer != self.rank]
         self._watches = {peer: self._backend.recv([torch.empty(1)], peer, WATCH_TAG) for peer in others}
         self._watchers: dict[int, threading.Thread] = {}
@@ -105,13 +109,13 @@ class TorchPeers:
             raise self._lose(e) from e
 
     def keep(self, works: Sequence[Any]) -> None:
-        """Only who waits for a send of Gloo's learns that it is done: a thread does."""
+        """A thread waits for the sends: Gloo tells only a waiting caller that one is done."""
         if works:
             self._sent.put(works)
 
     def finish(self, receives: Iterable[Any]) -> None:
         errors: list[Exception] = []
-        awaited: list[int] = []  # whose turn it is; empty: all have come
+        awaited: list[int] = []  # the rank that is waited for; empty: all receives are done
 
         def one_by_one() -> Iterator[Any]:
             for peer, work in receives:
@@ -137,9 +141,9 @@ class TorchPeers:
             raise self._lose(RuntimeError(f"rank {awaited[0]} has gone"))
 
     def _is_over(self, errors: list[Exception], awaited: list[int], waited: float) -> bool:
-        """Whether waiting is in vain. That a peer has gone is found out by a thread, in a while.
+        """Whether waiting is in vain. After ``PATIENCE``, threads watch whether the awaited peers have gone.
 
-        Only who is waited for matters: another may be done with all, and have left.
+        Others may have gone: they may be done, and have sent all.
         """
         if errors or self._lost is not None:
             return True
@@ -162,7 +166,7 @@ class TorchPeers:
         return PeerLost(self._lost or "")
 
     def give_up(self, reason: str) -> None:
-        """Nothing is exchanged any more, and whoever waits for this process hears of it."""
+        """End all exchange, and tell processes that wait for this one."""
         if self._lost is not None:
             return
         self._lost = reason
@@ -173,34 +177,35 @@ class TorchPeers:
         for peer in self._watches:
             try:
                 works.append(self._backend.send([torch.zeros(1)], peer, WATCH_TAG))
-            except RuntimeError:  # it is the lost one
+            except RuntimeError:  # this peer is the lost one
                 pass
         return works
 
     def close(self) -> None:
-        """All take leave, once what they sent has arrived. The process group stays as it is."""
+        """Wait until everything sent has arrived, then tell all that this process is done. The process group stays."""
         _open.discard(self)
         self._sent.put(None)
         self._keeper.join(0.0 if self._lost else FAREWELL)
         end = time.monotonic() + (GRACE if self._lost else FAREWELL)
         if self._lost is None:
-            # A watch that was let go before its message comes would stop all others on that connection.
+            # Dropping a watch before its message comes would stop all other messages on that connection.
             works = self._last_words()
             works += [watch for peer, watch in self._watches.items() if peer not in self._watchers]
             wait_for(works, failed=lambda error: None, over=lambda: time.monotonic() > end)
-        for watcher in self._watchers.values():  # one that wakes while the interpreter ends would take it down
+        for watcher in self._watchers.values():  # one that wakes while the interpreter ends would crash it
             watcher.join(max(end - time.monotonic(), 0.0))
         _left.extend(self._watches.values())
 
 
 def _see_off(sent: queue.SimpleQueue[Any]) -> None:
+    """Wait for sends until None comes. It runs in a thread."""
     while (works := sent.get()) is not None:
         for work in works:
             try:
                 work.wait(LONGEST)
-            except RuntimeError:  # whoever receives next hears of it
+            except RuntimeError:  # the next receive fails, and reports it
                 pass
-        del work, works  # and with them what was sent
+        del work, works  # frees the tensors that were sent
 
 
 def _gloo(group: dist.ProcessGroup | None) -> Any:

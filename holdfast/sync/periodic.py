@@ -1,4 +1,4 @@
-"""Policies that need no look at the training: every so many steps, by chance, or some of the replicas at a time."""
+"""Policies that do not look at the training: they synchronise after a number of steps, or at random."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.sync.policy import Context, Decision, Policy
 
 
 class Periodic:
-    """Synchronises when the last time is ``every`` steps ago, whatever the reason was then."""
+    """Tracker that synchronises when the last synchronisation, for whatever reason, is ``every`` steps ago."""
 
     ballot = 0
 
@@ -46,10 +46,10 @@ class Periodic:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Policy):
-    """Averages parameters every ``every`` steps; with ``warmup`` this is post-local SGD.
+    """Policy that averages parameters every ``every`` steps. With ``warmup`` it is post-local SGD.
 
-    Steps are counted from the last time, also if that was for another reason, such as an evaluation. With ``overlap``,
-    from when the average was added.
+    Steps are counted from the last synchronisation, also if that had another reason, such as an evaluation; with
+    ``overlap``, from the step after which the average was added. Raises ``UsageError`` if ``every`` is below 1.
 
     >>> tracker = LocalSGD(every=2).tracker(Context())
     >>> [tracker.decide(step, [], 4).synchronise for step in range(2)]
@@ -68,10 +68,11 @@ class LocalSGD(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Policy):
-    """Averages the parameters of a random ``fraction`` of the replicas, and gives the mean to all.
+    """Policy that averages the parameters of a random ``fraction`` of the replicas, and gives the mean to all.
 
-    The time between is ``period`` epochs (0.25: four times an epoch), or ``every`` steps. Who is in is a pure
-    function of the seed and the step.
+    It does so every ``period`` epochs (0.25: four times an epoch) or every ``every`` steps; give one of the two. The
+    replicas that count are a pure function of the seed and the step. Raises ``UsageError`` for a setting that is out
+    of its range, and for ``period`` in a loop that has not given ``steps_per_epoch``.
 
     >>> FedAvg(fraction=0.5, every=10).shares(10, 4, Context())
     [0.5, 0.5, 0.0, 0.0]
@@ -115,7 +116,7 @@ class FedAvg(Policy):
 
 
 class Chance:
-    """Throws a coin at every step: the same one on every replica, as it depends on the seed and the step alone."""
+    """Tracker that throws a coin at every step. It depends on the seed and the step alone, so all throw the same."""
 
     ballot = 0
 
@@ -142,7 +143,7 @@ class Chance:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomSync(Policy):
-    """Synchronises a random ``share`` of the steps: what a policy that looks at the training has to beat.
+    """Policy that synchronises after a random ``share`` of the steps: a baseline for policies that look at training.
 
     >>> tracker = RandomSync(share=0.25).tracker(Context(seed=1))
     >>> sum(tracker.decide(step, [], 4).synchronise for step in range(4000))

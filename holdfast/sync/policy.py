@@ -1,8 +1,8 @@
-"""What a policy is: settings that a user writes, and for each replica a tracker that decides step by step.
+"""The contract of a policy: settings that a user writes, and a tracker for each replica that decides step by step.
 
 A step is either *together* (gradients are averaged before the update, so replicas stay equal) or *apart* (each
 replica updates itself with its own gradient). After a step apart replicas may *synchronise*: their parameters are
-averaged. Trackers decide that from numbers that every replica tells the others, so all decide alike.
+averaged. A tracker decides that from numbers that every replica sends to all others, so all decide alike.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from holdfast.checks import one_of, whole
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.sync.loop import Loop
+    from holdfast.sync.loop_training import LoopTraining
 
 OptimizerState = Literal["local", "average", "reset"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Whether replicas synchronise, and why; with the number that was looked at, and what it was compared with."""
+    """A tracker's decision whether replicas synchronise, with its reason.
+
+    ``signal`` was compared with ``threshold``, by policies that look at a number.
+    """
 
     synchronise: bool
     reason: str
@@ -36,42 +39,48 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a tracker may depend on beside what it sees: the same on every replica."""
+    """Facts that a tracker may use beside what it observes. They are the same on every replica."""
 
     seed: int = 0
-    steps_per_epoch: int | None = None  # None: a hand-written loop has not said
+    steps_per_epoch: int | None = None  # None: the user's loop has not given it
 
 
 class Tracker(Protocol):
-    """One replica's side of a policy. ``step`` is the number of the step in hand, from 0."""
+    """One replica's side of a policy. ``step`` is the number of the present step, from 0."""
 
-    ballot: int  # how many numbers it tells the others at each step apart; 0: nothing is exchanged
+    ballot: int  # how many numbers it sends to the others at each step apart; 0: nothing is sent
 
     def observe(self, step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
-        """Before the update, with unclipped gradients in ``grad``: this replica's ballot.
+        """Return this replica's ballot. It is called before the update, with unclipped gradients in ``grad``.
 
-        Empty if nothing is to be told after this step, which must be so on all replicas.
+        An empty ballot means that nothing is decided after this step. It must then be empty on all replicas.
         """
 
     def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
-        """From the ballots of all, added up: whether to synchronise. Called once a step apart, in order."""
+        """Decide whether to synchronise, from the sums of all ballots. It is called once a step apart, in order."""
 
     def synchronised(self, step: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Replicas are equal now, after ``step`` steps. Also called once at the begin."""
+        """Note that replicas are equal after ``step`` steps. It is also called once at the begin."""
 
     def state(self) -> list[float]:
-        """Always as many numbers; they are averaged when all is made equal, and kept in checkpoints."""
+        """Return what the tracker knows, always the same count of numbers.
 
-    def load(self, state: Sequence[float]) -> None: ...
+        They are averaged in a full synchronisation, and kept in checkpoints.
+        """
+
+    def load(self, state: Sequence[float]) -> None:
+        """Take over what ``state`` gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """The settings that all policies have.
+    """The settings that all policies have. Give one to ``Run(sync=…)``, or put it ``around`` a loop of your own.
 
-    The first ``warmup`` steps are together. ``optimizer_state``: what becomes of the optimizer's moments when
-    parameters are averaged. With ``overlap``, the exchange runs beside the next so many steps and what it found is
-    added then.
+    ``warmup``: this many steps at the begin are together. ``optimizer_state``: when parameters are averaged, the
+    optimizer's moments stay as they are ("local"), are averaged too ("average"), or start anew ("reset").
+    ``overlap``: an exchange runs beside the next so many steps, and its result is added then; 0 waits for it.
+
+    A setting that is out of its range raises ``UsageError``.
     """
 
     warmup: int = 0
@@ -85,23 +94,24 @@ class Policy(ABC):
 
     @abstractmethod
     def tracker(self, context: Context) -> Tracker:
-        """A fresh one, for one replica."""
+        """Return a new tracker for one replica."""
 
     @property
     def delay(self) -> int:
-        """How many steps after a ballot it is acted on: 0 waits for it, 1 lets it travel beside the next step."""
+        """Steps from a ballot to the decision on it: 0 waits for ballots, 1 lets them travel beside the next step."""
         return 0
 
     @property
     def aggregate(self) -> Literal["parameters", "gradients"]:
+        """What is averaged in a synchronisation: parameters after the update, or gradients before it."""
         return "parameters"
 
     def together(self, step: int) -> bool:
-        """Whether gradients are averaged at this step, before the update."""
+        """Whether this step is together: gradients are averaged before the update."""
         return step < self.warmup
 
     def shares(self, step: int, workers: int, context: Context) -> list[float] | None:
-        """How much each replica counts in the average after ``step`` steps; None: all the same."""
+        """The weight of each replica in the average after ``step`` steps. They add up to one; None: all the same."""
         return None
 
     def around(
@@ -112,15 +122,33 @@ class Policy(ABC):
         group: torch.distributed.ProcessGroup | None = None,
         seed: int = 0,
         steps_per_epoch: int | None = None,
-    ) -> Loop:
-        """Puts the policy around a training loop of your own, in a process group of your own: a context manager."""
-        from holdfast.sync.loop import around  # only who has such a loop needs it
+    ) -> LoopTraining:
+        """Put the policy around a training loop of your own. Return a context manager.
+
+        Inside its ``with`` block each ``optimizer.step()`` follows the policy. ``group``: the processes that hold a
+        replica each, a Gloo group of ``torch.distributed`` (None: the default group). ``seed`` and
+        ``steps_per_epoch`` are for policies that choose at random or count epochs; give the same everywhere.
+
+        The object has ``last`` and ``totals``, and the methods ``average()`` and ``clip(norm)``. Raises
+        ``UsageError`` for a model or a group that cannot be used so; ``PeerLost`` is raised inside the block when
+        another process has gone.
+
+        Example, in each of several processes::
+
+            with holdfast.LocalSGD(every=50).around(model, optimizer) as replicas:
+                for inputs, targets in loader:
+                    loss(model(inputs), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            print(replicas.totals.lssr)  # the share of steps without an exchange
+        """
+        from holdfast.sync.loop_training import around  # a Run does not need it
 
         return around(self, model, optimizer, group=group, seed=seed, steps_per_epoch=steps_per_epoch)
 
 
 def refuse_talking_layers(model: nn.Module) -> None:
-    """Layers that wait for other replicas in every forward pass have no place where replicas train apart."""
+    """Raise ``UsageError`` for layers that exchange in every forward pass: replicas train apart here."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(

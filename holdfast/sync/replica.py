@@ -1,4 +1,4 @@
-"""One replica's state under a policy: what it gives to a mean, and what becomes of it when it gets the mean."""
+"""One replica's state under a policy: its contribution to a mean, and how it adopts the mean."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.exchange import Averaging, Ballots
+from holdfast.sync.exchange import Ballots
 from holdfast.sync.packed import Packed, plain
 from holdfast.sync.policy import Context, Decision, Policy
 
-OUTER = "outer_momentum"  # DiLoCo's, kept with the optimizer's own state: checkpoints and joiners have it from there
+OUTER = "outer_momentum"  # DiLoCo's; it is in the optimizer's state, so that checkpoints and joiners get it
 
 
 @dataclass
 class _Slot:
-    """A tensor of an optimizer's state. One that it has not made yet is zero: other replicas may have it."""
+    """A tensor of an optimizer's state. ``made`` is False if the optimizer has not made it yet: it is zero then."""
 
     state: dict[str, Any]
     key: str
@@ -27,21 +27,11 @@ class _Slot:
     made: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """An exchange that runs beside the training: what it is of, and after which step its result is added."""
-
-    averaging: Averaging
-    snapshot: list[torch.Tensor]
-    due: int
-    decision: Decision
-
-
 class Replica:
     """Parameters, float buffers and optimizer state, in an order that is the same on every replica.
 
-    A *contribution* is a copy of them; the mean of all contributions is *adopted*. A full one has the optimizer's
-    state in it whatever the policy says, so that replicas are equal afterwards.
+    A *contribution* is a copy of them; the mean of all contributions is *adopted*. A full contribution has the
+    optimizer's state and the tracker's in it, whatever the policy says, so that replicas are equal afterwards.
     """
 
     def __init__(
@@ -54,9 +44,9 @@ class Replica:
         context: Context,
         device: torch.device | None = None,
     ) -> None:
-        """``buffers`` gives those of now, as modules replace them; ``device``: where contributions are.
+        """``buffers`` returns the present buffers, because modules may replace them.
 
-        None: where the parameters are. Parameters stay the same, but not where their memory is.
+        ``device``: where contributions are made; None: where the parameters are.
         """
         self.policy = policy
         self.context = context
@@ -71,7 +61,7 @@ class Replica:
 
     @property
     def _packed(self) -> Packed:
-        return Packed(self.parameters, self._device)
+        return Packed(self.parameters, self._device)  # made anew: the memory of parameters may move
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
@@ -79,11 +69,11 @@ class Replica:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether there is something that forward passes may change: it differs even where all steps are together."""
+        """Whether there are float buffers. Forward passes may change them, so they differ even after steps together."""
         return bool(self._buffers)
 
     def begin(self, step: int, state: Sequence[float] | None = None) -> None:
-        """Replicas are equal after ``step`` steps; ``state``: what the tracker knew, from a checkpoint."""
+        """Start from equal replicas after ``step`` steps. ``state``: that of the tracker, from a checkpoint."""
         if state is not None:
             self.tracker.load(state)
         if isinstance(self.policy, DiLoCo):
@@ -91,11 +81,11 @@ class Replica:
         self.tracker.synchronised(step, self.parameters)
 
     def observe(self, step: int) -> list[float]:
-        """Before the update, with this replica's own gradients: its ballot."""
+        """Return this replica's ballot, before the update and with its own gradients."""
         return self.tracker.observe(step, self.parameters)
 
     def decision(self, step: int, ballots: Ballots) -> Decision | None:
-        """What all decide at a step, on the oldest ballots if they are due; None if none are."""
+        """Return the decision of all replicas at a step, on the oldest ballots; None if no ballots are due yet."""
         if not self.tracker.ballot:
             return self.tracker.decide(step, [], ballots.replicas)
         asked = ballots.oldest
@@ -106,17 +96,17 @@ class Replica:
     # --- averages of the state -------------------------------------------------------------------
 
     def contribution(self, *, full: bool) -> list[torch.Tensor]:
-        """What this replica gives to the mean, in memory of its own."""
+        """Return a copy of what this replica gives to the mean."""
         return self._all(self._slots(full=full), full=full).read()
 
     def form(self, *, full: bool) -> list[Any]:
-        """What a contribution consists of: others' must be the same."""
+        """Return names, shapes and dtypes of a contribution. They must be the same on all replicas."""
         tensors = [("", tensor) for tensor in (*self.parameters, *self._buffers)]
         tensors += [(slot.key, slot.tensor) for slot in self._slots(full=full)]
         return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
 
     def distance(self, mean: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]) -> float:
-        """The square of how far this replica's parameters were from the mean's."""
+        """Return the squared distance between this replica's parameters and the mean's."""
         apart = zip(self._only_parameters(mean), self._only_parameters(contribution), strict=True)
         return sum(float(torch.linalg.vector_norm(b - a, dtype=torch.float64)) ** 2 for a, b in apart)
 
@@ -124,10 +114,10 @@ class Replica:
     def adopt(
         self, step: int, mean: Sequence[torch.Tensor], *, full: bool, since: Sequence[torch.Tensor] | None = None
     ) -> None:
-        """Takes over the mean after ``step`` steps.
+        """Take over the mean after ``step`` steps.
 
-        ``since`` is this replica's contribution to a mean of some steps ago: what it has done since then is kept. The
-        mean itself is only read, as others may still be receiving it.
+        ``since`` is this replica's contribution to a mean that was begun some steps ago: its own updates since then
+        are kept. The mean is only read, because others may still be receiving it.
         """
         slots = self._slots(full=full)
         new = self._outer(step, mean) if isinstance(self.policy, DiLoCo) else self._only_parameters(mean)
@@ -138,7 +128,8 @@ class Replica:
             old = self._only_parameters(since)
             self._packed.add([b - a for a, b in zip(old, new, strict=True)])
         buffers = self._buffers
-        # Statistics are written even if they are some steps old: what was added since may not be below zero.
+        # Statistics are overwritten even if the mean is some steps old: adding a difference could make a variance
+        # negative.
         for buffer, part in zip(buffers, parts, strict=False):
             plain(buffer).copy_(part)
         self._write_slots(slots, parts[len(buffers) :][: len(slots)], late=since is not None)
@@ -150,7 +141,7 @@ class Replica:
 
     def _all(self, slots: Sequence[_Slot], *, full: bool) -> Packed:
         tensors = [*self.parameters, *self._buffers, *(slot.tensor for slot in slots)]
-        if full:  # else a tracker goes on with what it has seen itself: data may differ
+        if full:  # else each tracker goes on with what it has seen itself: data may differ
             tensors.append(torch.tensor(self.tracker.state(), dtype=torch.float64))
         return Packed(tensors, self._device)
 
@@ -160,7 +151,7 @@ class Replica:
     # --- the optimizer's state -------------------------------------------------------------------
 
     def _slots(self, *, full: bool) -> list[_Slot]:
-        """The float tensors of the optimizer's state, by parameter and name, if they are averaged."""
+        """Return the float tensors of the optimizer's state, by parameter and name, if they are averaged."""
         if not full and self.policy.optimizer_state != "average":
             return []
         usual = self._usual_slots()
@@ -171,7 +162,7 @@ class Replica:
         made = {key: value for key, value in state.items() if _is_slot(key, value)}
         if made or not usual:
             return [_Slot(state, key, made[key], True) for key in sorted(made)]
-        # Not used here so far, but perhaps on another replica: all must send as much.
+        # This replica has not used the parameter yet, but another may have: all must send the same tensors.
         state = self._optimizer.state[parameter]
         return [
             _Slot(state, key, torch.zeros_like(like if like.dim() == 0 else parameter, dtype=like.dtype), False)
@@ -179,7 +170,7 @@ class Replica:
         ]
 
     def _usual_slots(self) -> dict[str, torch.Tensor]:
-        """What this optimizer keeps for a parameter: numbers, and tensors of its shape."""
+        """Return an example of each float value that the optimizer keeps for a parameter, by name."""
         found: dict[str, torch.Tensor] = {}
         for parameter in self.parameters:
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -188,7 +179,7 @@ class Replica:
         return found
 
     def _write_slots(self, slots: Sequence[_Slot], parts: Sequence[torch.Tensor], *, late: bool) -> None:
-        """``late``: the mean is some steps old. Moments are what they were then; counters stay as they are."""
+        """Write averaged values. ``late``: the mean is some steps old; then counters are not written."""
         for slot, part in zip(slots, parts, strict=True):
             value = torch.view_as_complex(part) if slot.tensor.is_complex() else part
             if slot.made and not (late and slot.tensor.dim() == 0):
@@ -199,7 +190,10 @@ class Replica:
                 slot.state[slot.key] = slot.tensor.copy_(part)
 
     def _reset(self) -> None:
-        """The optimizer begins anew. Where it would take what else is kept there for its own, its values are zeroed."""
+        """Let the optimizer begin anew.
+
+        State with DiLoCo's momentum in it is zeroed, not removed: an optimizer takes any state for complete.
+        """
         for parameter in self.parameters:
             state = self._optimizer.state.get(parameter, {})
             if OUTER not in state:
@@ -211,10 +205,10 @@ class Replica:
     # --- DiLoCo ----------------------------------------------------------------------------------
 
     def _outer(self, step: int, mean: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters after an outer step from the last common ones towards the mean."""
+        """Return the parameters after an outer step from the last common ones towards the mean."""
         assert isinstance(self.policy, DiLoCo)
         means = self._only_parameters(mean)
-        if step == self._anchored:  # there was no way to go on, but for what an overlap has left between replicas
+        if step == self._anchored:  # no step since: only what an overlap left between replicas
             self._anchor = [part.clone() for part in means]
             return means
         kept = Packed([self._momentum_of(parameter) for parameter in self.parameters], self._device)
@@ -236,9 +230,9 @@ class Replica:
     # --- averages of gradients -------------------------------------------------------------------
 
     def gradients(self) -> list[torch.Tensor]:
-        """This replica's gradients, in memory of their own, and for each parameter whether it has one.
+        """Return a copy of this replica's gradients, and for each parameter whether it has one.
 
-        One that is missing here is zero, as another replica may have it.
+        A missing gradient is zero, because another replica may have one. Raises ``UsageError`` for sparse gradients.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
@@ -249,9 +243,9 @@ class Replica:
 
     @torch.no_grad()
     def set_gradients(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Every parameter that some replica has used gets its part.
+        """Set the gradient of every parameter that some replica has used.
 
-        The others keep none: a gradient of zero would make weight decay and momentum act on them.
+        The other parameters keep none: with a gradient of zero, weight decay and momentum would act on them.
         """
         form = [*self.parameters, torch.empty(len(self.parameters))]
         *parts, present = Packed(form, self._device).views(buffers)

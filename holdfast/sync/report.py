@@ -1,4 +1,4 @@
-"""What a user is told about a step's synchronisation, and all of them together."""
+"""Reports to the user: what became of one step under a policy, and totals over all steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from holdfast.sync.policy import Decision
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Whether replicas synchronised after a step, and why.
+    """Whether replicas synchronised after a step, and why. ``step.sync`` in a run, ``replicas.last`` in a loop.
 
-    ``signal`` was compared with ``threshold``, where the policy looks at one. ``distance`` is how far replicas were
-    from their mean, as the root of the mean square over replicas; ``sent`` are bytes that this replica sent for it,
-    or for the update that it pushed, without the numbers on which was decided.
+    ``signal`` was compared with ``threshold``, by policies that look at a number. ``distance`` is how far replicas
+    were from their mean: the root of the mean square over replicas. ``sent``: bytes of the average, or of the pushed
+    update, that this replica sent, without ballots and votes.
 
     >>> Report(synchronised=False, reason="3 of 10 steps since the last").synchronised
     False
@@ -30,7 +30,7 @@ class Report:
 def report_of(
     decision: Decision, synchronised: bool, reason: str | None = None, *, distance: float | None = None, sent: int = 0
 ) -> Report:
-    """What became of a decision."""
+    """Return the report of a decision; ``reason`` replaces the decision's own."""
     return Report(
         synchronised=synchronised,
         reason=reason or decision.reason,
@@ -46,10 +46,10 @@ EVERY_STEP = Report(synchronised=True, reason="every step")
 
 @dataclass
 class Totals:
-    """Over all steps so far. A second synchronisation after the same step is not counted, but what it sends is.
+    """Totals over all steps so far, of one replica. ``run.sync_totals`` in a run, ``replicas.totals`` in a loop.
 
-    ``lssr`` is the share of steps after which replicas neither synchronised nor pushed updates. The few numbers on
-    which a policy decides are no exchange in that sense; in ``sent`` they are.
+    A second synchronisation after the same step is not counted, but its bytes are. ``sent`` counts all bytes, also
+    those of ballots.
 
     >>> totals = Totals()
     >>> totals.count(EVERY_STEP, sent=100); totals.count(EVERY_STEP, sent=110, step=False)
@@ -63,15 +63,16 @@ class Totals:
     exchanged: int = 0  # steps after which replicas synchronised or pushed
     sent: int = 0  # bytes, by this replica, for whatever reason
     distance: float | None = None  # at the last synchronisation
-    _met: bool = field(default=False, repr=False)  # since the last step
-    _talked: bool = field(default=True, repr=False)  # what comes before the first step is after none
+    _met: bool = field(default=False, repr=False)  # whether replicas synchronised since the last step
+    _talked: bool = field(default=True, repr=False)  # or exchanged; before the first step nothing counts
 
     @property
     def lssr(self) -> float:
+        """The share of steps after which replicas neither synchronised nor pushed updates."""
         return 1 - self.exchanged / self.steps if self.steps else 0.0
 
     def count(self, report: Report, *, sent: int, step: bool = True) -> None:
-        """One more step, or one more synchronisation without a step; ``sent`` is the sum so far."""
+        """Count a step, or with ``step=False`` a synchronisation without one. ``sent``: all bytes so far."""
         if step:
             self.steps += 1
             self._met = self._talked = False

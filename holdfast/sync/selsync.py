@@ -11,26 +11,37 @@ import torch
 
 from holdfast.checks import between, one_of, whole
 from holdfast.errors import UsageError
+from holdfast.sync.gradient_change import SMOOTHING, GradientChange
 from holdfast.sync.policy import Context, Decision, Policy
-from holdfast.sync.significance import SMOOTHING, GradientChange
+from holdfast.sync.replica_variance import ReplicaVariance
 from holdfast.sync.threshold import Threshold
-from holdfast.sync.variance import ReplicaVariance
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelSync(Policy):
-    """Synchronises when a signal reaches ``delta``, as published; or so that a ``target`` share of steps does.
+    """Policy that synchronises when a signal reaches a threshold: ``delta``, or one that finds itself for a ``target``.
 
-    ``signal``: how much the gradient changed (the paper's), or how far replicas are apart. With ``delta``, one replica
-    whose gradient changed that much is enough; 0 is every step, with gradients averaged, and ``math.inf`` never. With
-    ``target``, the mean over replicas is compared with a threshold that follows it; this needs no tuning when the
-    model or the number of workers changes.
+    Give one of the two:
 
-    Replicas are never apart for more than ``max_local_steps``, and never synchronise sooner than ``min_gap`` steps
-    after the last time (``overlap`` comes on top of both). ``wait``: act on the numbers of the same step (default
-    with ``delta``, as published) or on those of the step before, which had time to arrive (default with ``target``).
-    ``window`` and ``smoothing`` are of the mean gradient size; the paper's smoothing is the number of workers / 100,
-    and so the default with ``delta``.
+    - ``delta``: the threshold, as published. One replica that reaches it is enough. 0 makes every step together,
+      ``math.inf`` synchronises never.
+    - ``target``: the share of steps after which replicas synchronise, above 0 and up to 1. The mean of the signal over
+      replicas is compared with a threshold that follows it. This needs no tuning when the model or the number of
+      workers changes.
+
+    Settings:
+
+    - ``signal``: "gradient-change", how much the size of the gradient changed (the paper's), or "replica-variance",
+      how far replicas are from each other.
+    - ``aggregate``: what is averaged, "parameters" after the update or "gradients" before it.
+    - ``max_local_steps``: replicas are never apart for longer. ``min_gap``: they never synchronise sooner (steps).
+      ``overlap`` comes on top of both.
+    - ``wait``: True acts on the numbers of the same step, and waits for them (default with ``delta``, as published);
+      False acts on those of the step before, which had time to arrive (default with ``target``).
+    - ``window`` (steps) and ``smoothing`` (0 to 1) are those of the mean gradient size. The paper's smoothing is the
+      number of workers / 100, which is the default with ``delta``.
+
+    Raises ``UsageError`` for settings that are out of range or cannot be kept together.
 
     >>> SelSync(target=0.1, max_local_steps=50).delay
     1
@@ -109,7 +120,7 @@ class SelSync(Policy):
 
     @property
     def always(self) -> bool:
-        """Whether every step is together: nothing to decide."""
+        """Whether every step is together, so that nothing is decided."""
         return self.delta == 0 or self.target == 1
 
     @property
@@ -130,46 +141,52 @@ def _is_threshold(delta: object) -> bool:
 
 
 class Signal(Protocol):
-    """Something measured on each replica; what is read from the sums is the same on all."""
+    """A number that is measured on each replica; all replicas read the same value from the sums of all ballots."""
 
-    ballot: int
+    ballot: int  # how many numbers a ballot has
 
-    def measure(self, parameters: Sequence[torch.Tensor]) -> list[float]: ...
+    def measure(self, parameters: Sequence[torch.Tensor]) -> list[float]:
+        """Return this replica's ballot, from its parameters and gradients."""
 
-    def pass_by(self, parameters: Sequence[torch.Tensor]) -> None:
-        """At a step at which nobody asks for it."""
+    def skip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take note of a step at which no ballot is cast."""
 
-    def read(self, sums: Sequence[float], workers: int) -> float: ...
+    def read(self, sums: Sequence[float], workers: int) -> float:
+        """Return the signal, from the sums of all ballots; nan if something is not finite on a replica."""
 
-    def over(self, sums: Sequence[float], workers: int) -> str | None: ...
+    def over(self, sums: Sequence[float], workers: int) -> str | None:
+        """Return the reason to synchronise if the signal has reached ``delta``, else None."""
 
-    def synchronised(self, parameters: Sequence[torch.Tensor]) -> None: ...
+    def synchronised(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note that replicas are equal."""
 
-    def state(self) -> list[float]: ...
+    def state(self) -> list[float]:
+        """Return what the signal remembers, always the same count of numbers."""
 
-    def load(self, state: Sequence[float]) -> None: ...
+    def load(self, state: Sequence[float]) -> None:
+        """Take over what ``state`` gave."""
 
 
 class Selective:
-    """One replica's side of SelSync."""
+    """Tracker of SelSync: one replica's side."""
 
     def __init__(self, policy: SelSync) -> None:
         self._policy = policy
         self._last = policy.warmup  # steps before it were together
         self._threshold = None if policy.target is None else Threshold(policy.target)
         self._signal = _signal(policy)
-        # With an infinite delta nobody would look at the numbers.
+        # With an infinite delta the numbers would never be used.
         self.ballot = 0 if policy.delta == math.inf else self._signal.ballot
 
     def observe(self, step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
         if self.ballot and self._apart(step) >= self._policy.min_gap:
             return self._signal.measure(parameters)
-        if self.ballot:  # whatever it were, nothing would come of it: replicas need not wait for each other
-            self._signal.pass_by(parameters)
+        if self.ballot:  # min_gap forbids to synchronise after this step: replicas need not wait for ballots
+            self._signal.skip(parameters)
         return []
 
     def _apart(self, step: int) -> int:
-        """For how many steps replicas will have been apart when they act on what they find at this one."""
+        """Return how many steps replicas will have been apart when they act on the ballots of this step."""
         return step + 1 + (self._policy.delay if self.ballot else 0) - self._last
 
     def decide(self, step: int, sums: Sequence[float], workers: int) -> Decision:
@@ -183,7 +200,7 @@ class Selective:
         return Decision(synchronise=why is not None, reason=why or "apart", signal=signal, threshold=level)
 
     def _why(self, step: int, signal: float | None, sums: Sequence[float], workers: int) -> str | None:
-        """Why replicas synchronise; None: they do not."""
+        """Return the reason to synchronise; None: replicas stay apart."""
         apart = self._apart(step)
         if apart < self._policy.min_gap:
             return None

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel training: everybody pushes its updates, nobody runs far ahead of the slowest.
+"""Stale synchronous parallel training: every replica pushes its updates, and none runs far ahead of the slowest.
 
 There is no server that could be lost. Its state is everywhere: a replica sends each of its updates to all others and
 adds theirs as they come, so each holds what a server would, but for updates under way. With N replicas a server
@@ -27,9 +27,10 @@ Buffers = list[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SSP(Policy):
-    """Updates are pushed as they are made; a replica waits when it is more than ``staleness`` steps ahead.
+    """Policy that pushes each update to all replicas; one that is more than ``staleness`` steps ahead waits.
 
-    An update counts 1/N, so that N replicas move as far in a step as one that averages N gradients.
+    An update counts 1/N, so that N replicas move as far in a step as one that averages N gradients. Raises
+    ``UsageError`` if ``staleness`` is negative, and for ``overlap`` or ``optimizer_state``, which mean nothing here.
 
     >>> SSP(staleness=3).tracker(Context()).ballot
     0
@@ -51,7 +52,7 @@ class SSP(Policy):
 
 
 class _Never:
-    """Updates travel by themselves: there is nothing to decide on."""
+    """Tracker that never synchronises: updates are pushed without a decision."""
 
     ballot = 0
 
@@ -72,8 +73,9 @@ class _Never:
 class Pushes:
     """The updates since replicas were equal, of this replica and of the others as far as they have come.
 
-    When all meet, what each has made itself adds up to the whole, however much is under way (``gathered``). So a
-    broken connection loses nothing of those who live; and of one who does not, all that has reached anybody.
+    When replicas meet, each gives the updates that it has made itself, and their sum is the whole (``gather``), however
+    many were still under way. So a broken connection loses no update of a survivor. Of a lost replica, the updates
+    that have reached any survivor are kept.
     """
 
     def __init__(self, peers: Peers, parameters: Sequence[torch.Tensor], *, staleness: int) -> None:
@@ -84,7 +86,7 @@ class Pushes:
         self._view = [buffer.clone() for buffer in self._anchor]
         self._mine = [torch.zeros_like(buffer) for buffer in self._anchor]
         self._made = 0  # updates of this replica
-        self._closed = False  # of its peers nobody is heard any more
+        self._closed = False  # nothing more is received
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._kept: deque[list[Any]] = deque()  # sends that may not have arrived
@@ -102,7 +104,7 @@ class Pushes:
 
     @torch.no_grad()
     def fold(self) -> Buffers:
-        """Takes the update that was made since into this replica's sum; returns it as it counts."""
+        """Add the update since the last call to this replica's sum; return it, divided by the number of replicas."""
         update = [
             now.sub_(view).div_(self._peers.size) for now, view in zip(self._packed.read(), self._view, strict=True)
         ]
@@ -114,9 +116,9 @@ class Pushes:
         return update
 
     def exchange(self) -> int:
-        """After an update: sends it, and takes in what has come; waits for who is too far behind.
+        """After an update: send it, add the updates that have come, and wait for replicas that are too far behind.
 
-        Returns how many bytes were sent.
+        Return the number of bytes sent.
         """
         update = self.fold()
         others = list(self._peer)
@@ -130,7 +132,7 @@ class Pushes:
 
     @torch.no_grad()
     def _wait(self, least: int) -> None:
-        """Until so many updates of each of the others are here; all that are here are added."""
+        """Wait until ``least`` updates of each of the others have come; add all that have come to the parameters."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or all(p.heard >= least for p in self._peer.values()))
             came = [part for peer in self._peer.values() for part in peer.take()]
@@ -139,14 +141,14 @@ class Pushes:
             for view, buffer in zip(self._view, part, strict=True):
                 view.add_(buffer)
         self._packed.write(self._view)
-        # Who has made its m-th update had heard all of ours but the last ``staleness`` before that one.
+        # A replica that has made m updates had received ours up to number m - 1 - staleness.
         while len(self._kept) > self._made - max(heard - 1 - self._staleness, 0):
             self._kept.popleft()
         if self._error is not None:
             raise self._error
 
     def _listen(self, rank: int) -> None:
-        """In a thread for each of the others: takes in its updates, in order, as long as some are expected."""
+        """Receive the updates of one other replica, in order. It runs in a thread until None is expected."""
         peer = self._peer[rank]
         while (expected := peer.expected.get()) is not None:
             room, works = expected
@@ -167,7 +169,7 @@ class Pushes:
     # --- meetings --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Before all meet: waits for all updates that are under way. If the peers broke, nothing more will come."""
+        """Before a meeting: wait for all updates that are under way, unless the peers broke."""
         if not self._closed:
             self._closed = True
             try:
@@ -180,7 +182,7 @@ class Pushes:
                     self._peers.keep(works)
 
     def abandon(self) -> None:
-        """The peers broke. Updates are still added up here, but are told to nobody."""
+        """After the peers broke: updates are still added up here, but are sent to no one."""
         if not self._closed:
             self._closed = True
             for peer in self._peer.values():
@@ -188,14 +190,14 @@ class Pushes:
 
     @property
     def heard(self) -> dict[int, int]:
-        """How many updates of each of the others have come."""
+        """Number of updates that have come from each of the other ranks."""
         return {rank: peer.heard for rank, peer in self._peer.items()}
 
     @torch.no_grad()
     def gather(self, workers: int, lost: Collection[int] = ()) -> None:
-        """The parameters become what this replica adds to a mean over so many: its own updates, and of some lost ones.
+        """Set the parameters to this replica's contribution: its own updates and those of ``lost`` ranks.
 
-        Their mean is then the state that a server would have.
+        The mean of the contributions of ``workers`` replicas is then the state that a parameter server would have.
         """
         total = [buffer.clone() for buffer in self._mine]
         for rank in lost:
@@ -205,12 +207,12 @@ class Pushes:
 
 
 class _Peer:
-    """What has come from one of the others."""
+    """The updates that have come from one other replica."""
 
     def __init__(self, sum_: Buffers) -> None:
         self.sum_ = sum_
         self.heard = 0
-        self.came: list[Buffers] = []  # not yet part of what this replica sees
+        self.came: list[Buffers] = []  # not yet added to the parameters
         self.expected: queue.SimpleQueue[tuple[Buffers, list[Any]] | None] = queue.SimpleQueue()
 
     def take(self) -> list[Buffers]:
@@ -219,7 +221,7 @@ class _Peer:
 
 
 def heirs(heard: Mapping[str, Mapping[str, int]], alive: Sequence[str]) -> dict[str, str]:
-    """Who adds the updates of each lost replica: the one that has heard most of them.
+    """Return for each lost replica the survivor that adds its updates: the one that has heard most of them.
 
     >>> heirs({"a": {"b": 4, "c": 2}, "b": {"a": 4, "c": 3}}, alive=["a", "b"])
     {'c': 'b'}

@@ -1,25 +1,25 @@
-"""A threshold that follows a signal, so that a given share of the steps reaches it."""
+"""The threshold of ``SelSync(target=…)``. It follows a signal so that a given share of the steps reaches it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-FEW = 8  # observations that the first threshold is made from at least
-GAIN = 0.5  # more: goes with the signal faster. Less: picks the highest signals better.
-PULL = 0.125  # how fast what was missed is made up for; about as much as does not swing
-MOST = 4.0  # synchronisations that are made up for at most
-LOWEST, HIGHEST = 1e-30, 1e30
+FEW = 8  # signals that the first threshold is made from, at least: fewer are too noisy
+GAIN = 0.5  # change of log(threshold) at a synchronisation. More follows the signal faster; less picks higher signals.
+PULL = 0.125  # change of log(threshold) for each missed synchronisation; with more the threshold swings
+MOST = 4.0  # missed synchronisations that are made up for, at most: more would come as a burst
+LOWEST, HIGHEST = 1e-30, 1e30  # bounds of the threshold, so that products stay finite and above zero
 
 
 class Threshold:
-    """Goes up by a factor with every synchronisation and down a little with every step: a running quantile.
+    """A running quantile: it goes up by a factor with every synchronisation, and down a little with every step.
 
-    The logarithm of the threshold adds up ``GAIN * (hit - target)``. That alone gives too few hits while a signal
-    falls, and too many while it rises, as the threshold has to follow; so what was missed is counted, and pulls the
-    threshold too. The share is of *steps*: those at which nothing could be decided count.
+    Each step adds ``GAIN * (hit - target)`` to the logarithm of the threshold. That alone gives too few hits while a
+    signal falls, and too many while it rises, because the threshold lags behind. So missed hits are counted, and pull
+    the threshold too. The share is one of *steps*: those at which nothing could be decided count too.
 
-    Only sums, products and comparisons: the same bits on all machines, which ``exp`` does not promise.
+    Only sums, products and comparisons are used, which give the same bits on all machines; ``exp`` does not.
 
     >>> threshold = Threshold(0.25)
     >>> signals = [1.0, 2.0, 3.0, 4.0] * 100
@@ -41,18 +41,20 @@ class Threshold:
 
     @property
     def value(self) -> float:
+        """The present threshold."""
         return self._value
 
     def reached(self, signal: float) -> bool:
+        """Whether the signal is high enough to synchronise. It never is before the first threshold was found."""
         return self._seen >= FEW and signal >= self._value
 
     def follow(self, step: int, signal: float, *, hit: bool) -> None:
-        """Takes in what came of a step. ``hit``: replicas synchronise, for whatever reason."""
+        """Move the threshold after a step. ``hit``: replicas synchronise, for whatever reason."""
         if self._seen < FEW:
             self._begin(step, signal)
             return
         if math.isnan(signal) or (signal <= 0 and not hit):
-            return  # it says nothing: chasing it would end in a burst, or in a long silence
+            return  # no information: to follow it would end in a burst or a long silence
         due = min(self._target * (step - self._step), 1.0)  # one at most, however long the silence was
         self._step = step
         self._missed = min(max(self._missed + due - hit, -MOST), MOST)
@@ -60,11 +62,11 @@ class Threshold:
         self._value = min(max(self._value, LOWEST), HIGHEST)
 
     def _begin(self, step: int, signal: float) -> None:
-        """The first threshold is at the upper end of the first signals, but one spike does not carry it away."""
+        """Find the first threshold: near the highest of the first signals, but at most doubled by one spike."""
         if 0 < signal < math.inf:
             highest = 2 * self._value if self._seen else signal
             self._value = min(max(signal, 0.8 * self._value, LOWEST), highest, HIGHEST)
-            # A signal may rise from one synchronisation to the next: it is watched for as long as that is to take.
+            # A signal may rise from one synchronisation to the next, so it is watched for 1/target steps at least.
             self._seen += self._seen < FEW - 1 or (step + 1) * self._target >= 1
             self._step = step
 
@@ -77,7 +79,7 @@ class Threshold:
 
 
 def _exp(exponent: float) -> float:
-    """e to the power of a number between -2 and 2, as a series.
+    """Return e to the power of a number between -2 and 2, as a series: ``math.exp`` rounds differently elsewhere.
 
     >>> abs(_exp(0.5) - 1.6487212707) < 1e-9
     True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from holdfast.sync.exchange import Averaging, Ballots
 from tests.sync.processes import on_processes
 
 
-class Meeting:
-    """Where members find each other, in the store of the test's own process group."""
+class Rendezvous:
+    """The store in which members find each other: that of the test's own process group."""
 
     closed = False
 
@@ -36,7 +35,7 @@ class Meeting:
 
 def group_of(rank: int, size: int) -> Group:
     members = tuple(Member(worker=str(number), address="127.0.0.1") for number in range(size))
-    return form(Generation(number=1, members=members), str(rank), Meeting(), torch.device("cpu"))
+    return form(Generation(number=1, members=members), str(rank), Rendezvous(), torch.device("cpu"))
 
 
 def values(rank: int, size: int) -> torch.Tensor:
@@ -72,14 +71,13 @@ def test_averages_beside_ballots_without_a_vote_between() -> None:
 @pytest.mark.parametrize("after", [0.0, 0.02])
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_kill_in_the_middle_breaks_the_exchange_of_the_others(after: float, beside: bool) -> None:
-    def work(rank: int) -> tuple[str, float]:
+    def work(rank: int) -> str:
         group = group_of(rank, 3)
         ballots = Ballots(group)
         Averaging(group, [torch.ones(10)]).finish()
         if rank == 1:
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
         threading.Timer(3.0, group.abort, ("the coordinator says so",)).start()
-        begun = time.monotonic()
         averaging = None
         try:
             for step in range(10_000):
@@ -87,15 +85,11 @@ def test_a_kill_in_the_middle_breaks_the_exchange_of_the_others(after: float, be
                 ballots.cast(step, [1.0])
                 averaging.finish()
                 ballots.sums(step)
-        except Broken as e:
+        except Broken:
             if averaging is not None:
                 averaging.abandon()
             ballots.abandon()
-            return str(e), time.monotonic() - begun
-        return "went on", 0.0
+            return "broken"
+        return "went on"
 
-    results = on_processes(3, work, seconds=40)
-    assert results[1] is None
-    for error, seconds in (results[0], results[2]):
-        assert "lost touch" in error or "coordinator" in error
-        assert seconds < 10
+    assert on_processes(3, work, seconds=40) == ["broken", None, "broken"]

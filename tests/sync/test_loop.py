@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.sync.diloco import DiLoCo
-from holdfast.sync.loop import Loop
+from holdfast.sync.loop_training import LoopTraining
 from holdfast.sync.periodic import FedAvg, LocalSGD
 from holdfast.sync.policy import Context, Policy
 from holdfast.sync.selsync import SelSync
@@ -37,16 +37,23 @@ def test_an_infinite_threshold_is_local_training_until_the_end() -> None:
     assert not same(trained[0].weights[-1], trained[1].weights[-1]), "a control"
 
 
+def spread_of(replicas: list[Weights]) -> float:
+    """The root of the mean squared distance between replicas and their mean."""
+    flat = torch.stack([torch.cat([weight.flatten() for weight in each]).double() for each in replicas])
+    return float((flat - flat.mean(0)).square().sum(1).mean().sqrt())
+
+
 def test_averages_every_few_steps_are_those_by_hand() -> None:
     wanted = by_hand(8, lambda step: step % 3 == 2)
     for rank, seen in enumerate(train(LocalSGD(every=3), 8)):
         assert all(same(a, b) for a, b in zip(seen.weights, wanted[rank], strict=True))
         assert [report.synchronised for report in seen.reports] == [False, False, True] * 2 + [False] * 2
         assert seen.loop.totals.synchronised == 3  # and the end
-        spread = seen.reports[2].distance
-        assert spread is not None
-        assert spread > 0
-        assert seen.reports[2].distance == seen.loop.totals.distance or seen.loop.totals.distance is not None
+        assert seen.reports[2].distance == pytest.approx(
+            spread_of([apart[2] for apart in by_hand(3, lambda step: False)])
+        )
+        assert seen.loop.totals.distance == seen.loop.last.distance, "that of the end"
+        assert seen.loop.last.distance == pytest.approx(spread_of([steps[-1] for steps in wanted]))
 
 
 def test_warmup_is_together() -> None:
@@ -61,7 +68,7 @@ def test_gradients_accumulate_over_several_passes() -> None:
     def work(group: Any) -> Weights:
         model = make()
         optimizer = sgd(model)
-        with Loop(SelSync(delta=0), model, optimizer, group, Context()):
+        with LoopTraining(SelSync(delta=0), model, optimizer, group, Context()):
             for step in range(3):
                 optimizer.zero_grad()
                 for part in range(2):
@@ -155,7 +162,7 @@ def test_an_average_that_is_asked_for() -> None:
         model = make()
         optimizer = sgd(model)
         seen = []
-        with Loop(LocalSGD(every=100, overlap=1), model, optimizer, group, Context()) as loop:
+        with LoopTraining(LocalSGD(every=100, overlap=1), model, optimizer, group, Context()) as loop:
             for step in range(4):
                 loss_of(model, group.rank, step).backward()
                 optimizer.step()
@@ -175,7 +182,7 @@ def test_clipping_comes_after_the_policy_has_seen_gradients() -> None:
     def work(group: Any, ours: bool) -> tuple[float, float]:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with Loop(SelSync(delta=1e9), model, optimizer, group, Context()) as loop:
+        with LoopTraining(SelSync(delta=1e9), model, optimizer, group, Context()) as loop:
             for step in range(3):
                 optimizer.zero_grad()
                 (loss_of(model, group.rank, step) * 10**step).backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from holdfast.errors import UsageError
-from holdfast.sync.loop import Loop, around, check
+from holdfast.sync import peers
+from holdfast.sync.loop_training import LoopTraining, around, check
 from holdfast.sync.peers import PeerLost
 from holdfast.sync.periodic import LocalSGD
 from holdfast.sync.policy import Context, Policy
@@ -29,7 +29,7 @@ def test_everything_begins_as_the_first_replica() -> None:
         nn.init.constant_(model[0].weight, float(group.rank + 1))
         model[0].bias.requires_grad_(False).fill_(group.rank)
         model[1].num_batches_tracked.fill_(group.rank + 7)
-        with Loop(LocalSGD(every=2), model, sgd(model), group, Context()):
+        with LoopTraining(LocalSGD(every=2), model, sgd(model), group, Context()):
             pass
         return [t.tolist() for t in model.state_dict().values()]
 
@@ -45,29 +45,30 @@ def test_hooks_go_with_the_loop_and_an_error_goes_through() -> None:
         optimizer = sgd(model)
         with (
             pytest.raises(ZeroDivisionError),
-            Loop(SelSync(delta=0), model, optimizer, group, Context()) as loop,
+            LoopTraining(SelSync(delta=0), model, optimizer, group, Context()) as loop,
         ):
             raise ZeroDivisionError
         loss_of(model, 0, 0).backward()
         optimizer.step()
         assert loop.step == 0
-        assert group.network.bytes == 0 or group.size > 1
+        assert group.network.bytes == 0
 
     on_workers(1, work)
 
 
-def test_refused_in_words() -> None:
+def test_bad_calls_are_refused() -> None:
     model = make()
-    with pytest.raises(UsageError, match="parameters that are not the model's"):
+    with pytest.raises(UsageError):
         check(model, sgd(make()))
-    with pytest.raises(UsageError, match="SyncBatchNorm exchanges in every forward pass"):
+    with pytest.raises(UsageError, match="SyncBatchNorm"):
         check(nn.Sequential(nn.SyncBatchNorm(3)), sgd(model))
-    with pytest.raises(UsageError, match="there is no process group"):
+    with pytest.raises(UsageError, match="init_process_group"):
         SelSync(delta=0).around(model, sgd(model))
 
     def work(group: Any) -> None:
         optimizer = sgd(model)
-        with Loop(SelSync(delta=0), model, optimizer, group, Context()), pytest.raises(UsageError, match="closure"):
+        loop = LoopTraining(SelSync(delta=0), model, optimizer, group, Context())
+        with loop, pytest.raises(UsageError, match="closure"):
             optimizer.step(lambda: 0.0)
 
     on_workers(1, work)
@@ -82,7 +83,7 @@ def test_around_a_loop_in_processes() -> None:
         try:
             around(SelSync(delta=0), nn.parallel.DistributedDataParallel(make()), sgd(model))
         except UsageError as e:
-            refused = str(e)
+            refused = type(e).__name__
         optimizer = sgd(model)
         with SelSync(target=0.4, max_local_steps=10).around(model, optimizer, seed=3) as loop:
             for step in range(30):
@@ -96,7 +97,7 @@ def test_around_a_loop_in_processes() -> None:
     assert same(a[0], c[0])
     assert a[1] == b[1] == c[1] > 3
     assert a[2] > 0
-    assert "give what DDP wraps" in a[3]
+    assert a[3] == "UsageError"
 
 
 @pytest.mark.parametrize(
@@ -114,20 +115,19 @@ def test_a_kill_in_the_middle_ends_the_loops_of_the_others(policy: Policy) -> No
                     optimizer.step()
                     if rank == 1 and step == 20:
                         os.kill(os.getpid(), signal.SIGKILL)
-        except PeerLost as e:
-            return str(e)
+        except PeerLost:
+            return "lost a peer"
         return "went on"
 
-    first, killed, third = on_processes(3, work, seconds=40)
-    assert killed is None
-    assert "lost touch" in first
-    assert "lost touch" in third
+    assert on_processes(3, work, seconds=40) == ["lost a peer", None, "lost a peer"]
 
 
 def test_an_error_of_one_ends_the_loops_of_the_others() -> None:
-    """The process lives on, and with it its connections."""
+    """The process lives on until all have noticed, and with it its connections."""
 
     def work(rank: int) -> str:
+        peers.PATIENCE = 0.1
+        store = dist.distributed_c10d._get_default_store()
         model = make(rank)
         optimizer = sgd(model)
         try:
@@ -139,7 +139,8 @@ def test_an_error_of_one_ends_the_loops_of_the_others() -> None:
                     if rank == 1 and step == 4:
                         raise ZeroDivisionError
         except (PeerLost, ZeroDivisionError) as e:
-            time.sleep(3)
+            store.set(f"rank {rank} is out", "")
+            store.wait([f"rank {other} is out" for other in range(3)])
             return type(e).__name__
         return "went on"
 
@@ -149,18 +150,18 @@ def test_an_error_of_one_ends_the_loops_of_the_others() -> None:
 def test_a_second_loop_needs_a_group_of_its_own() -> None:
     """Each would hear the other's last words, and wait for ever."""
 
-    def work(rank: int) -> str:
+    def work(rank: int) -> list[bool]:
         first, second = make(rank), make(rank)
         one, two = sgd(first), sgd(second)
         more = dist.new_group(backend="gloo")
         with LocalSGD(every=2).around(first, one), LocalSGD(every=3).around(second, two, group=more):
-            with pytest.raises(UsageError, match="another loop is open on this process group") as refused:
+            with pytest.raises(UsageError, match="new_group"):
                 LocalSGD(every=3).around(second, two)
             for step in range(4):
                 for model, optimizer in ((first, one), (second, two)):
                     optimizer.zero_grad()
                     loss_of(model, rank, step).backward()
                     optimizer.step()
-        return str(refused.value)
+        return [bool(weight.isfinite().all()) for model in (first, second) for weight in weights(model)]
 
-    assert all("new_group" in said for said in on_processes(2, work, seconds=30))
+    assert all(all(fine) for fine in on_processes(2, work, seconds=30))

@@ -65,30 +65,26 @@ def test_a_group_of_some_processes() -> None:
 
 @pytest.mark.parametrize("after", [0.0, 0.01, 0.03])
 def test_a_kill_in_the_middle_ends_in_an_error(after: float) -> None:
-    def work(rank: int) -> tuple[str, float]:
+    def work(rank: int) -> str:
         group = TorchPeers()
         values = [torch.ones(8_000_000)]
         Averaging(group, [torch.ones(100)]).finish()
         if rank == 2:
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        begun = time.monotonic()
         try:
             while True:
                 Averaging(group, values).finish()
-        except PeerLost as e:
-            return str(e), time.monotonic() - begun
+        except PeerLost:
+            return "lost a peer"
 
-    results = on_processes(3, work, seconds=30)
-    assert results[2] is None
-    for error, seconds in results[:2]:
-        assert "lost touch with a peer" in error
-        assert seconds < 10
+    assert on_processes(3, work, seconds=30) == ["lost a peer", "lost a peer", None]
 
 
 def test_the_end_of_one_who_sent_all_is_no_loss() -> None:
     """The first leaves while the second still waits, for longer than it is patient, for the third."""
 
     def work(rank: int) -> float:
+        peers.PATIENCE = 0.2
         group = TorchPeers()
         if rank == 0:
             works = group.send([(1, torch.tensor([1.0]), 5)])
@@ -96,7 +92,7 @@ def test_the_end_of_one_who_sent_all_is_no_loss() -> None:
             group.close()
             return 0.0
         if rank == 2:
-            time.sleep(peers.PATIENCE + 0.5)
+            time.sleep(peers.PATIENCE + 0.3)
             group.keep(group.send([(1, torch.tensor([2.0]), 5)]))
             group.close()
             return 0.0
@@ -108,8 +104,8 @@ def test_the_end_of_one_who_sent_all_is_no_loss() -> None:
     assert on_processes(3, work) == [0.0, 3.0, 0.0]
 
 
-def test_refused_in_words() -> None:
-    with pytest.raises(UsageError, match="there is no process group"):
+def test_only_gloo_will_do() -> None:
+    with pytest.raises(UsageError, match="init_process_group"):
         TorchPeers()
 
     def work(rank: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.sync.loop import Loop
+from holdfast.sync.loop_training import LoopTraining
 from holdfast.sync.policy import Context, Policy
 from holdfast.sync.report import Report
 from tests.engine.memory_group import on_workers
@@ -65,7 +65,7 @@ def train(
     def work(group: Any) -> Trained:
         model, seen = make(group.rank), Trained()
         inner = optimizer(model)
-        with Loop(policy, model, inner, group, Context()) as loop:
+        with LoopTraining(policy, model, inner, group, Context()) as loop:
             for step in range(steps):
                 inner.zero_grad()
                 loss_of(model, group.rank, step).backward()

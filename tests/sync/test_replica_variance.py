@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.sync import variance as module
-from holdfast.sync.variance import BUCKETS, ReplicaVariance, Sketch
+from holdfast.sync import replica_variance as module
+from holdfast.sync.replica_variance import BUCKETS, ReplicaVariance, Sketch
 
 SHAPES = ((64, 128), (128,), (300, 40), ())
 

@@ -1,4 +1,4 @@
-"""SelSync's signal: by how much the size of the gradient changed, smoothed (Tyagi & Swany, arXiv 2307.07950)."""
+"""SelSync's signal: the relative change of the smoothed size of the gradient (Tyagi & Swany, arXiv 2307.07950)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-# The paper's N/100 with its 16 workers. Also what is taken for N/100 until the number of workers is known.
-SMOOTHING = 0.16
+SMOOTHING = 0.16  # weight of the newest value: the paper's N/100 with its 16 workers. Used until N is known.
 
 
 def squared_norm(parameters: Sequence[torch.Tensor]) -> float:
-    """Of all gradients as one vector. Parameters without one count as zeros.
+    """Return the squared norm of all gradients as one vector. Parameters without a gradient count as zeros.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> (weight * torch.tensor([3.0, 4.0])).sum().backward()
@@ -23,7 +22,10 @@ def squared_norm(parameters: Sequence[torch.Tensor]) -> float:
 
 
 def squared_length(tensors: list[torch.Tensor]) -> float:
-    """Of all tensors as one vector. Squares are of doubles: a large gradient must not become infinite by that."""
+    """Return the squared norm of all tensors as one vector.
+
+    Squares are of Python floats: in single precision a large gradient would become infinite.
+    """
     if not tensors:
         return 0.0
     half = any(tensor.element_size() < 4 for tensor in tensors)
@@ -38,7 +40,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def smoothed(values: Sequence[float], smoothing: float) -> float:
-    """The exponentially weighted mean, newest value first: weights 1, (1-s), (1-s)²… scaled to add up to one.
+    """Return the exponentially weighted mean of values, newest first: weights 1, (1-s), (1-s)²… scaled to sum to one.
 
     >>> smoothed([4.0, 1.0], 0.5)
     3.0
@@ -51,15 +53,14 @@ def smoothed(values: Sequence[float], smoothing: float) -> float:
     return total / weights
 
 
-class Change:
-    """|E_i - E_{i-1}| / E_{i-1}, where E is the smoothed mean of the last ``window`` values.
+class SmoothedChange:
+    """The relative change |E_i - E_{i-1}| / E_{i-1}, where E is the smoothed mean of the last ``window`` values.
 
-    The first value has nothing to be compared with and counts as no change: replicas are equal then, and what a
-    first step does is the business of ``warmup``. (The authors' program synchronises until its window is full.
-    ``warmup=25`` does that too, but steps together are not measured: the window is empty after them.) From nothing to
-    something is an infinite change.
+    The first value has nothing to be compared with and counts as no change: replicas are equal then. (The authors'
+    program synchronises until its window is full. ``warmup=25`` does that too, but steps together are not measured, so
+    the window is empty after them.) A change from zero to something is infinite.
 
-    >>> change = Change(window=25)
+    >>> change = SmoothedChange(window=25)
     >>> [round(change.next(value, smoothing=0.5), 3) for value in (1.0, 4.0, 4.0)]
     [0.0, 2.0, 0.19]
     """
@@ -69,7 +70,7 @@ class Change:
         self._values: list[float] = []  # the newest first
 
     def next(self, value: float, smoothing: float) -> float:
-        """The change that this value makes; nan if it is not finite, and then it is not kept."""
+        """Return the change that this value makes. A value that is not finite gives nan, and is not kept."""
         if not math.isfinite(value):
             return math.nan
         known = self._values
@@ -91,15 +92,15 @@ class Change:
 
 
 class GradientChange:
-    """Each replica tells its own change, and whether that reaches ``delta``; any flag is enough.
+    """Signal: a ballot is a replica's own change, and a flag if that reaches ``delta``. One flag is enough.
 
-    ``smoothing`` None is the paper's: the number of workers / 100.
+    ``smoothing``: None is the paper's, the number of workers / 100.
     """
 
     ballot = 2
 
     def __init__(self, *, window: int, smoothing: float | None, delta: float | None) -> None:
-        self._change = Change(window)
+        self._change = SmoothedChange(window)
         self._smoothing = smoothing
         self._delta = delta
         self._workers = 0
@@ -108,8 +109,8 @@ class GradientChange:
         change = self._change.next(squared_norm(parameters), self.smoothing)
         return [change, float(self._delta is not None and change >= self._delta)]
 
-    def pass_by(self, parameters: Sequence[torch.Tensor]) -> None:
-        """What comes next is compared with this one too."""
+    def skip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Keep this step's gradient size: the next change is measured against it."""
         self.measure(parameters)
 
     @property
@@ -119,12 +120,12 @@ class GradientChange:
         return min(1.0, self._workers / 100) if self._workers else SMOOTHING
 
     def read(self, sums: Sequence[float], workers: int) -> float:
-        """The mean change; nan if a replica's gradient is not finite."""
+        """Return the mean change; nan if a replica's gradient is not finite."""
         self._workers = workers
         return sums[0] / workers
 
     def over(self, sums: Sequence[float], workers: int) -> str | None:
-        """Why replicas should synchronise, if they should."""
+        """Return the reason to synchronise if a replica has raised its flag, else None."""
         flags = round(sums[1])
         return f"the gradient changed on {flags} of {workers}" if flags else None
 

@@ -1,11 +1,13 @@
-"""How far replicas are from each other, estimated from a few numbers (after FDA, arXiv 2405.20988).
+"""The variance between replicas, estimated from a few numbers (after FDA, arXiv 2405.20988).
 
-Each replica tells a *sketch* of its parameters: every parameter gets a random sign, and is added to one of a few
-buckets. A sketch is linear, and the squared length of a sketch is on average that of the vector. So the variance of
-the sketches is an estimate of the variance of the replicas: never below zero, and zero when they are equal. FDA's own
-(mean square length less the length of the mean sketch) has an error in proportion to the way from the last
-synchronisation, which all replicas share and which is far longer. For the same reason no anchor is kept: it would
-be taken away again.
+Each replica sends a *sketch* of its parameters: every parameter gets a random sign, and is added to one of a few
+buckets. A sketch is linear, and its squared length is on average that of the parameters. So the variance of the
+sketches is an estimate of the variance of the replicas. It is never below zero, and zero when replicas are equal.
+
+FDA sketches the difference to the parameters at the last synchronisation, and takes the mean squared length less the
+squared length of the mean sketch. Its error is in proportion to that difference, most of which replicas have in
+common, and which is far longer than the distance between them. A variance of sketches is the same with and without
+that common part, so nothing is subtracted here.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from holdfast.rng import seed_of
-from holdfast.sync.significance import squared_length
+from holdfast.sync.gradient_change import squared_length
 
-BUCKETS = 61  # a prime: rows of a matrix do not fall into step with it, so each bucket gets some of everything
-ROOM = BUCKETS * 1024  # numbers in one go: what a processor keeps at hand
-WHOLE = 4096  # numbers of a tensor that is small enough to be read as a whole
-ROUNDING = 1e-13  # of the squared length: what single precision cannot tell from nothing
+BUCKETS = 61  # numbers in a sketch: an error of about a fifth. A prime, so that no column of a matrix fills one bucket
+ROOM = BUCKETS * 1024  # elements sketched at a time: they fit into a processor's cache
+WHOLE = 4096  # elements; tensors up to this size are read as a whole, of larger ones a part
+ROUNDING = 1e-13  # relative to the squared length: below it a variance is rounding error of single precision
 
 
 class Sketch:
-    """Sketches of lists of tensors, all with the same signs. Its memory is small, whatever the size of the model."""
+    """A function from a list of tensors to its sketch. The signs are the same on all replicas."""
 
     def __init__(self) -> None:
         source = torch.Generator().manual_seed(seed_of("sketch"))
@@ -34,15 +36,17 @@ class Sketch:
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        """
+        """Return the sketch: ``BUCKETS`` numbers.
+
         >>> weight = torch.arange(4.0)
-        >>> length = sum(number**2 for number in Sketch()([weight]))  # of four parameters: each in its own bucket
+        >>> length = sum(number**2 for number in Sketch()([weight]))  # four elements: each in its own bucket
         >>> length == float(weight.square().sum())
         True
         """
         total = torch.zeros(BUCKETS, dtype=torch.float64)
         for turn, parts in enumerate(_batches(tensors)):
-            # The same few signs serve all batches. Each begins at another bucket, and after a round at another sign.
+            # All batches use the same signs. Each batch starts at another bucket, and after BUCKETS of them at another
+            # sign: equal batches must not add up in the same buckets.
             found = self._fold(parts, turn // BUCKETS % ROOM).double().roll(turn)
             total = total.to(found.device) + found
         numbers: list[float] = total.tolist()
@@ -60,7 +64,7 @@ class Sketch:
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors as flat ones, at most ``ROOM`` numbers at a time and on one device. Each batch has its price."""
+    """Yield the tensors as flat ones, in batches of up to ``ROOM`` elements on one device: few batches are quicker."""
     held: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
@@ -81,7 +85,9 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def sampled(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], float]:
-    """A quarter of each large tensor, the same on every replica, and how much more there is: reading all takes longer.
+    """Return a quarter of each large tensor, and the ratio of all elements to those returned. To read all takes longer.
+
+    The parts are the same on every replica.
 
     >>> parts, more = sampled([torch.zeros(2), torch.zeros(4 * WHOLE)])
     >>> [len(part) for part in parts] == [2, WHOLE], round(more, 2)
@@ -91,16 +97,17 @@ def sampled(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], flo
     parts = []
     for number, tensor in enumerate(flat):
         length = max(min(len(tensor), WHOLE), len(tensor) // 4)
-        start = (len(tensor) - length) * (number % 5) // 4  # here and there: layers of a kind are not cut alike
+        start = (len(tensor) - length) * (number % 5) // 4  # another place in each: layers of a kind are not cut alike
         parts.append(tensor[start : start + length])
     seen = sum(map(len, parts))
     return parts, sum(map(len, flat)) / seen if seen else 1.0
 
 
 class ReplicaVariance:
-    """The variance between replicas, relative to the squared length of the parameters at the last synchronisation.
+    """Signal: the variance between replicas, relative to the squared norm of the parameters when they were last equal.
 
-    A ``delta`` of 1e-4 means: replicas are 1% of the length of the parameters away from their mean.
+    With a ``delta`` of 1e-4 replicas synchronise when their distance from the mean is 1% of the parameters' norm. A
+    ballot is that squared norm, the squared length of the replica's sketch, and the sketch.
     """
 
     ballot = 2 + BUCKETS
@@ -108,26 +115,26 @@ class ReplicaVariance:
     def __init__(self, *, delta: float | None) -> None:
         self._sketch = Sketch()
         self._delta = delta
-        self._length = 0.0  # squared, at the last synchronisation
-        self._where: list[int] = []  # the memory of the parameters that ``_parts`` are of
+        self._length = 0.0  # squared norm of the parameters at the last synchronisation
+        self._where: list[int] = []  # addresses of the parameters of which ``_parts`` are views
         self._parts: list[torch.Tensor] = []
-        self._more = 1.0
+        self._more = 1.0  # how many times as many elements the parameters have as ``_parts``
 
     def measure(self, parameters: Sequence[torch.Tensor]) -> list[float]:
         where = [parameter.data_ptr() for parameter in parameters]
-        if where != self._where:  # views are made once: that takes longer than reading them
+        if where != self._where:  # views are kept: to make them takes longer than to read them
             self._parts, self._more = sampled(parameters)
-            # What does not lie in one piece has been copied, and would stay as it was.
+            # Parts of a tensor that is not contiguous are copies, which would not follow it: make them anew each time.
             self._where = where if all(parameter.is_contiguous() for parameter in parameters) else []
-        scale = math.sqrt(self._more)  # of a squared length that is so many times as large
+        scale = math.sqrt(self._more)  # the squared length of all elements is ``_more`` times that of the parts
         sketch = [scale * number for number in self._sketch(self._parts)]
         return [self._length, sum(number * number for number in sketch), *sketch]
 
-    def pass_by(self, parameters: Sequence[torch.Tensor]) -> None:
-        """It has no memory."""
+    def skip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Do nothing: the variance does not depend on earlier steps."""
 
     def read(self, sums: Sequence[float], workers: int) -> float:
-        """The estimate; nan if a replica's parameters are not finite."""
+        """Return the estimate; nan if a replica's parameters are not finite."""
         length, squares, *sketch = (number / workers for number in sums)
         if not all(map(math.isfinite, (length, squares, *sketch))):
             return math.nan
@@ -138,6 +145,7 @@ class ReplicaVariance:
         return variance / length if length > 0 else variance
 
     def over(self, sums: Sequence[float], workers: int) -> str | None:
+        """Return the reason to synchronise if the variance has reached ``delta``, else None."""
         far = self._delta is not None and self.read(sums, workers) >= self._delta
         return "replicas are far from each other" if far else None
 
