@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 from collections.abc import Iterable
 from datetime import datetime
 from itertools import groupby
@@ -105,4 +105,4 @@ def ranges_text(numbers: Iterable[int], last: str = ", ") -> str:
 
 def say_aloud(text: str) -> None:
     """A sentence for whoever watches the run."""
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    logging.getLogger("holdfast").warning(text)

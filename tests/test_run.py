@@ -452,9 +452,9 @@ def test_several_workers_without_an_agent_are_refused(monkeypatch: pytest.Monkey
         make()
 
 
-def test_too_few_workers_for_the_wanted_tolerance_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_workers_for_the_wanted_tolerance_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     train(make(tolerate=1), 3)
-    assert capsys.readouterr().out.count("cannot survive the loss of 1") == 1
+    assert caplog.text.count("cannot survive the loss of 1") == 1
 
 
 class Noisy(Dataset[Any]):

@@ -7,7 +7,6 @@ costs up to a whole block of steps. Holdfast's own way needs no copy and loses n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import holdfast
 from holdfast import codec
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group
-from holdfast.commit.cohort import Kind, Operation
+from holdfast.commit.operation import Kind, Operation
 from holdfast.engine.state import State
 from holdfast.plan.tree import tree_sum
 from holdfast.run.script import Step
@@ -80,9 +79,7 @@ class CommitCopyRun(holdfast.Run):
         while self.step < total:
             first = self.step
             block = range(first, min(first + self._copy_every, total))
-            self._cohort.commit(
-                Operation(kind=Kind.STEP, attempt=partial(self._attempt_block, block), drop=self._go_back)
-            )
+            self._cohort.commit(Block(self, block))
             for number, loss in zip(block, self._losses, strict=True):
                 self._event("commit", step=number, loss=loss)
             for number, loss in zip(block, self._losses, strict=True):
@@ -91,21 +88,38 @@ class CommitCopyRun(holdfast.Run):
             self._cohort.boundary()
         self._script.move_to(f"after {total}")
 
-    def _attempt_block(self, block: range, group: Group) -> list[float]:
+    def attempt_block(self, block: range, group: Group) -> None:
+        """Make the steps of a block, one after the other, after a copy of the state was taken."""
         self._copy.take()  # before every attempt: the state may have come from another worker
         self._losses = [self._do_step(number, group) for number in block]
-        return []
 
     def _do_step(self, number: int, group: Group) -> float:
         faults.at_step(number)
-        losses = torch.tensor(self._attempt(number, group), dtype=torch.float64, device=self.engine.model.device)
+        losses = torch.tensor(self.engine.attempt(number, group), dtype=torch.float64, device=self.engine.model.device)
         # All exchange their losses between two steps: a worker may not write into what it has sent before
         # it knows that it has arrived.
         group.vote(losses)
         self.engine.apply(number)
-        self._progress["step"] = number + 1
+        self._progress.step = number + 1
         return tree_sum(losses.tolist())
 
-    def _go_back(self) -> None:
+    def go_back(self) -> None:
+        """Return to the copy: the block is lost."""
         self.engine.drop()
         self._copy.restore()
+
+
+class Block(Operation):
+    """A block of steps as one operation: voted on at its end, and taken back as one."""
+
+    kind: Kind = "step"
+
+    def __init__(self, run: CommitCopyRun, steps: range) -> None:
+        self._run, self._steps = run, steps
+
+    def attempt(self, group: Group) -> list[float]:
+        self._run.attempt_block(self._steps, group)
+        return []
+
+    def drop(self) -> None:
+        self._run.go_back()

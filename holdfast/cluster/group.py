@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.cluster import membership, silence
+from holdfast.cluster import membership, silence, tags
 from holdfast.cluster.membership import Generation
 from holdfast.cluster.waiter import wait_for
 from holdfast.errors import Broken
@@ -31,7 +31,6 @@ from holdfast.errors import Broken
 CONNECT = timedelta(seconds=60)  # after that an abandoned attempt to connect cleans itself up
 
 Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
-SUM_TAG = 0
 
 
 class _Rendezvous(dist.Store):  # type: ignore[name-defined]
@@ -151,7 +150,7 @@ class Group:
         mine = values.clone()
         heard = {rank: torch.empty_like(values) for rank in others}
         receives = self.start(
-            [(rank, mine, SUM_TAG) for rank in others], [(rank, heard[rank], SUM_TAG) for rank in others]
+            [(rank, mine, tags.SUM) for rank in others], [(rank, heard[rank], tags.SUM) for rank in others]
         )
         self.finish(receives)
         heard[self.rank] = mine

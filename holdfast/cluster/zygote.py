@@ -7,6 +7,7 @@ milliseconds. It stays single-threaded, so that a fork is safe.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import runpy
 import select
@@ -16,6 +17,7 @@ import sys
 import traceback
 from typing import Any
 
+from holdfast import logs
 from holdfast.errors import HoldfastError
 
 Order = dict[str, Any]
@@ -92,6 +94,7 @@ def run_worker(order: Order, lifeline: int) -> int:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))
     os.chdir(order["folder"])
+    logs.show()
     import torch
 
     from holdfast.cluster.client import Stopped
@@ -112,13 +115,13 @@ def run_worker(order: Order, lifeline: int) -> int:
         leave()
         return code
     except HoldfastError as e:
-        print(f"holdfast: {e}", file=sys.stderr)
+        logging.getLogger(__name__).error(e)
         error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True}
         _tell_agent(lifeline, error)
         return e.exit_code
     except BaseException:
         text = traceback.format_exc()
-        print(text, file=sys.stderr)
+        sys.stderr.write(text + "\n")  # the script's own error, as Python shows it
         _tell_agent(lifeline, {"text": text[-8000:], "code": 1, "final": False, "shown": True})
         leave()
         return 1

@@ -1,97 +1,88 @@
-"""Operations that all workers commit exactly once, whoever is lost on the way.
-
-An operation is a training step, an evaluation, or the end of training. It is *attempted* (computed and
-reduced, changing nothing that lasts), *voted* on in one small exchange, and *applied* by whoever sees
-the vote succeed. docs/recovery.md argues why that commits each operation exactly once.
-"""
+"""This worker's view of the workers it trains with: carries operations through, and gets into the next generation."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from enum import IntEnum
+from typing import Protocol
 
 import torch
 
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, form
-from holdfast.cluster.membership import Generation, Membership, Standing
+from holdfast.cluster.membership import Generation, Membership, Standing, Store
+from holdfast.commit.operation import Operation, mark_of, name_of, refuse_to_differ
 from holdfast.commit.settle import Account, Settlement, account_of, settle
-from holdfast.errors import Broken, UsageError
+from holdfast.errors import Broken
 from holdfast.plan.tree import tree_sum
-from holdfast.recovery.arrange import Arranger
 
-
-class Kind(IntEnum):
-    """What an operation is; all workers must mean the same."""
-
-    STEP = 1
-    EVALUATION = 2
-    SAVE = 3
-    END = 4
-    CHECKPOINT = 5
-    HASH = 6
-    SYNC = 7
+Connect = Callable[[Generation, str, Store | None, torch.device], Group]
+Entered = Callable[[Generation, Settlement], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
-    """``attempt`` returns this worker's values, zero where others compute them; ``apply`` makes it last.
+class Traffic:
+    """Bytes of state that one worker was sent, and has sent."""
 
-    ``step`` is after which step it comes, where workers may have made different numbers of them.
-    """
+    received: int = 0
+    sent: int = 0
 
-    kind: Kind
-    attempt: Callable[[Group], list[float]]
-    apply: Callable[[], None] = lambda: None
-    drop: Callable[[], None] = lambda: None
-    step: int | None = None
+
+class Arrangement(Protocol):
+    """Whoever keeps this worker's state, and gets it ready for a generation (``recovery.arrange``)."""
 
     @property
-    def name(self) -> str:
-        """What all workers must mean, in words."""
-        kind = self.kind.name.lower()
-        return kind if self.step is None else f"{kind} after step {self.step}"
+    def minimum(self) -> int:
+        """How many workers it takes to hold the model."""
 
-    @property
-    def mark(self) -> int:
-        """The same as a number. Its square is exact, and so is the sum of thousands of them."""
-        return self.kind + 16 * ((self.step or 0) % 2**16)
+    def account(self) -> Account:
+        """Return what this worker holds."""
 
+    def holds(self, units: Collection[int]) -> bool:
+        """Whether all of these units are here."""
 
-def refuse_to_differ(marks: float, squares: float, size: int) -> None:
-    """From the sum of everybody's mark and the sum of their squares: whether some differ. If so, all see it.
+    def hold_nothing(self) -> None:
+        """Note that what is here is not the run's state."""
 
-    >>> refuse_to_differ(7 + 7, 49 + 49, 2)
-    >>> refuse_to_differ(6 + 8, 36 + 64, 2)
-    Traceback (most recent call last):
-    holdfast.errors.UsageError: workers disagree on what comes next (call run.steps, evaluate, save_model and sha256 \
-on every worker, not only on the first)
-    """
-    if marks**2 != squares * size:
-        raise UsageError(
-            "workers disagree on what comes next",
-            hint="call run.steps, evaluate, save_model and sha256 on every worker, not only on the first",
-        )
+    def inform(self, group: Group, generation: Generation, settlement: Settlement) -> None:
+        """Afterwards everybody knows where the run is."""
+
+    def bring_back(self, group: Group, generation: Generation, settlement: Settlement) -> Settlement:
+        """Compute again what nobody holds any more; return who holds it then."""
+
+    def provide(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
+        """Give everybody a place, and what it needs there."""
+
+    def let_go(self) -> None:
+        """After the first vote of a generation: free what is not of this worker's place."""
 
 
 class Cohort:
-    """This worker's view of the workers it trains with, and of what they have committed together."""
+    """This worker's view of the workers it trains with, and of what they have committed together.
+
+    ``connect`` forms the group of a generation; tests have groups of their own.
+    """
 
     def __init__(
-        self, membership: Membership, arranger: Arranger, device: torch.device, events: Events, *, resumable: bool
+        self,
+        membership: Membership,
+        arrangement: Arrangement,
+        device: torch.device,
+        events: Events,
+        *,
+        connect: Connect = form,
     ) -> None:
-        """``resumable``: if nobody holds the state any more, a checkpoint may."""
         self.membership = membership
         self.group: Group | None = None
         self.everybody_leaves = False  # as the last vote said
-        self._arranger = arranger
-        self._resumable = resumable
-        self._leaves = False  # as this worker has told the others
+        self._arrangement = arrangement
         self._device = device
         self._events = events
+        self._connect = connect
+        self._leaves = False  # as this worker has told the others
         self._operation: int | None = None  # None until the state is the cohort's
         self._voted: Operation | None = None
         self._doing = ""
@@ -102,15 +93,21 @@ class Cohort:
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         self._sent = 0  # bytes, in past generations
         self._called = False  # a meeting, for somebody who wants to join or leave
-        self.on_enter: Callable[[Generation, Settlement], None] = lambda generation, settlement: None
+        self._entered: list[Entered] = []
         membership.on_break(self._broken)
+
+    def on_enter(self, callback: Entered) -> None:
+        """Call ``callback`` in each new generation, once everybody has what it needs."""
+        self._entered.append(callback)
 
     @property
     def is_first(self) -> bool:
+        """Whether this worker is the first of its generation."""
         return self.group is not None and self.group.rank == 0
 
     @property
     def size(self) -> int:
+        """How many workers train."""
         return 1 if self.group is None else self.group.size
 
     @property
@@ -134,13 +131,8 @@ class Cohort:
         return self._stop_at_boundary
 
     @property
-    def result(self) -> float:
-        """The value of the operation that was committed last."""
-        assert self._result is not None
-        return self._result
-
-    @property
     def generation(self) -> int:
+        """The number of the generation; 0 before the first."""
         return 0 if self.group is None else self.group.generation.number
 
     def _broken(self, number: int) -> None:
@@ -159,7 +151,7 @@ class Cohort:
             self._regroup(boundary=True, broken=False)
 
     def call_if_wished(self) -> None:
-        """Where votes are far apart: if somebody wants to join or leave, ends the generation, so that all meet soon.
+        """Where votes are far apart: if somebody wants to join or leave, end the generation, so that all meet soon.
 
         The wish is remembered for that vote: the coordinator may tell the next generation of it later.
         """
@@ -169,16 +161,16 @@ class Cohort:
             self.group.abort("somebody wants to join or leave")
 
     def rejoin(self) -> None:
-        """After ``Broken`` where there was nothing to vote on: gets into the next generation."""
+        """After ``Broken`` where there was nothing to vote on: get into the next generation."""
         self._regroup(boundary=False, broken=True)
 
     def commit(self, operation: Operation) -> float:
-        """Carries an operation through, and returns the sum of all workers' values."""
+        """Carry an operation through, however often it takes; return the sum of all workers' values."""
         before = self._operation
         assert self.group is not None
         assert before is not None
-        self._doing = operation.kind.name.lower()
-        self.membership.doing(before, operation.name)
+        self._doing = operation.kind
+        self.membership.doing(before, name_of(operation))
         while self._operation == before:
             if self._succeeds(operation):
                 self._apply(operation)
@@ -204,7 +196,7 @@ class Cohort:
         joiners, self._leaves = self.membership.wishes()
         joiners = joiners or self._called
         faults.point("vote")
-        mark = operation.mark
+        mark = mark_of(operation)
         ballot = torch.tensor([mark, mark**2, joiners, self._leaves, *values], dtype=torch.float64)
         ballot = ballot.to(self._device)
         self._voted = operation
@@ -214,19 +206,20 @@ class Cohort:
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
         # Those who would stay cannot hold the model: better all save and end than some for nothing.
-        too_few = self.group.size - leaving < self._arranger.layout.minimum and not joining
+        too_few = self.group.size - leaving < self._arrangement.minimum and not joining
         self.everybody_leaves = leaving > 0 and (leaving == self.group.size or too_few)
         return tree_sum(sums)
 
     def _apply(self, operation: Operation) -> None:
         assert self._operation is not None
+        assert self._result is not None
         assert self.group is not None
-        operation.apply()
+        operation.apply(self._result)
         self._voted = None
         self._operation += 1
         if self._first_of_generation:
             self._first_of_generation = False
-            self._arranger.let_go()
+            self._arrangement.let_go()
             self._free_closed_groups()
             self.membership.progressed(self.group.generation, self._operation)
 
@@ -238,7 +231,7 @@ class Cohort:
     # --- generations -----------------------------------------------------------------------------
 
     def _regroup(self, *, boundary: bool, broken: bool) -> None:
-        """Gives up the current generation and gets into the next one that becomes whole."""
+        """Give up the current generation and get into the next one that becomes whole."""
         while True:
             if self.group is not None:
                 self.group.close()
@@ -257,6 +250,12 @@ class Cohort:
                 broken = True
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
+        account = dataclasses.replace(
+            self._arrangement.account(),
+            doing=self._doing,
+            result=self._result,
+            everybody_leaves=self.everybody_leaves,
+        )
         return Standing(
             operation=self._operation,
             voted=self._voted is not None,
@@ -264,55 +263,27 @@ class Cohort:
             broken=broken,
             # Not a wish since then: those who leave together must have voted on it.
             leaving=self._leaves or self.everybody_leaves,
-            payload=self._account().to_json(),
-        )
-
-    def _account(self) -> Account:
-        return Account(
-            doing=self._doing,
-            result=self._result,
-            resumable=self._resumable,
-            held=tuple(sorted(self._arranger.held)),
-            next=tuple(sorted(self._arranger.kept)),
-            units=self._arranger.units,
-            profiled=self._arranger.profiled,
-            everybody_leaves=self.everybody_leaves,
-            logged=self._arranger.logged,
-            undone=tuple(sorted(self._arranger.undone)),
-            step=self._arranger.step,
+            payload=account.to_json(),
         )
 
     def _enter(self, generation: Generation) -> None:
-        worker = self.membership.worker
-        alone = len(generation.members) == 1
-        store = None if alone else self.membership.store(generation)
-        self.group = form(generation, worker, store, self._device)
-        self.membership.formed()
-        if self._ended >= generation.number:  # it ended before there was a group to abort
-            self.group.abort("the generation ended while it formed")
-        self.group.check()
+        """Connect, settle, and get what this worker's place needs. ``Broken`` may fly through it."""
+        self.group = group = self._join(generation)
         settlement = settle(generation.standings)
-        if worker in settlement.forward:
-            self._roll_forward(generation, settlement)
-        else:
-            self._drop()
-        if not settlement.held[worker] <= self._arranger.held:  # it was to be taken back, and could not be
-            raise Broken("this worker does not hold what it had said")
-        if settlement.begins is not None or worker in settlement.newcomers:
-            self._operation = None  # until it knows where the run is
-            self._arranger.held.clear()
-        self._arranger.inform(self.group, generation, settlement)
+        self._take_sides(generation, settlement)
+        self._arrangement.inform(group, generation, settlement)
         if settlement.begins is None:
             self._operation = settlement.operation  # what is held from here on counts, even if this breaks
-        settlement = self._arranger.bring_back(self.group, generation, settlement)
-        traffic = self._arranger.provide(self.group, generation, settlement)
+        settlement = self._arrangement.bring_back(group, generation, settlement)
+        traffic = self._arrangement.provide(group, generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
-        self.on_enter(generation, settlement)
+        for callback in self._entered:
+            callback(generation, settlement)
         self._events.write(
             "entered",
-            worker=worker,
+            worker=self.membership.worker,
             generation=generation.number,
             operation=self._operation,
             reason=settlement.reason,
@@ -322,18 +293,38 @@ class Cohort:
             inexact=settlement.inexact,
         )
 
+    def _join(self, generation: Generation) -> Group:
+        store = None if len(generation.members) == 1 else self.membership.store(generation)
+        group = self._connect(generation, self.membership.worker, store, self._device)
+        self.group = group  # from here on it can be aborted
+        self.membership.formed()
+        if self._ended >= generation.number:  # it ended before there was a group to abort
+            group.abort("the generation ended while it formed")
+        group.check()
+        return group
+
+    def _take_sides(self, generation: Generation, settlement: Settlement) -> None:
+        """Roll forward or drop, as the settlement says."""
+        worker = self.membership.worker
+        if worker in settlement.forward:
+            self._roll_forward(generation, settlement)
+        elif self._voted is not None:
+            self._voted.drop()
+            self._voted = None
+        if not self._arrangement.holds(settlement.held[worker]):  # it was to be taken back, and could not be
+            raise Broken("this worker does not hold what it had said")
+        if settlement.begins is not None or worker in settlement.newcomers:
+            self._operation = None  # until it knows where the run is
+            self._arrangement.hold_nothing()
+
     def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:
         operation = self._voted
         assert operation is not None, "only a worker that has voted can roll forward"
-        newest = next(m.standing for m in generation.members if m.standing.operation == settlement.operation)
+        newest = next(s for s in generation.standings.values() if s.operation == settlement.operation)
         account = account_of(newest)
+        assert account.result is not None
         self._result, self.everybody_leaves = account.result, account.everybody_leaves
-        operation.apply()
-        self._arranger.let_go()  # others saw the vote succeed: everybody had what it needed
+        operation.apply(account.result)
+        self._arrangement.let_go()  # others saw the vote succeed: everybody had what it needed
         self._voted = None
         self._operation = settlement.operation
-
-    def _drop(self) -> None:
-        if self._voted is not None:
-            self._voted.drop()
-            self._voted = None

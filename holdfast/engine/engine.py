@@ -18,6 +18,7 @@ from holdfast.data.fetch import Dataset, fetch
 from holdfast.data.order import Batches, Order
 from holdfast.engine.collector import Collector
 from holdfast.engine.gradients import Bucket, make_buckets
+from holdfast.engine.holdings import Holdings
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.stage import Stage, connect, post_of
@@ -64,6 +65,7 @@ class Engine:
         self.used: list[int] = []  # the samples of the current attempt, for tests that count them
         self.ties = Ties(model)
         self.eager = None if update.inverse is None else Eager(model, update)
+        self.holdings = Holdings(unit.number for unit in model.units if model.is_held(unit))
         self._buckets: list[Bucket] = []
         self.collector = Collector(model)
         self._stage: Stage | None = None
@@ -71,8 +73,14 @@ class Engine:
         self._tells = torch.empty(0, dtype=torch.bool)  # which parameters' norms this worker tells the others
         self.enter(self.layout, alone())
 
-    def enter(self, layout: Layout, group: Group, logged: Collection[int] = ()) -> None:
-        """A new generation: this worker computes what its place in the layout says, and logs these boundaries."""
+    def enter(
+        self, layout: Layout, group: Group, *, logged: Collection[int] = (), order: Batches | None = None
+    ) -> None:
+        """Compute from now on what this worker's place in the layout says, and log these boundaries.
+
+        ``order`` says which samples the micro-batches have from now on; None: as before.
+        """
+        self.order = self.order if order is None else order
         stage, self._stage = self._stage, None  # whatever happens, it is closed once
         if stage is not None:
             stage.close()
@@ -252,11 +260,17 @@ class Engine:
         self.statistics.restore()
         if self.eager is not None:
             self.collector.stop()
-            self.eager.undo()
+            self._undo(self.eager)
         self.collector.end()
         if self._stage is not None:
             self._stage.finish()  # activations of a broken attempt, when memory may be needed for layers
         self.ties.forget()
+
+    def _undo(self, eager: Eager) -> None:
+        undone = eager.undo()
+        self.holdings.take_back(undone.units, torn=undone.torn)
+        for unit in undone.torn:
+            self.update.forget(self.model.units[unit].parameters)
 
     # --- evaluation ------------------------------------------------------------------------------
 

@@ -21,8 +21,6 @@ from holdfast.engine.boundary import lies_well
 from holdfast.errors import UsageError
 from holdfast.log.record import Message
 
-TAGS = 2**28  # of one direction: one for headers, and one for each description, more than will ever come
-FORWARD_TAG, BACKWARD_TAG = 2 * TAGS, 3 * TAGS
 REMEMBERED = 256  # descriptions; both ends forget the oldest alike
 UNCLAIMED = 4  # rooms that may be left unused, where shapes change: what is asked for cannot be taken back
 

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 
-from holdfast.cluster import faults
+from holdfast.cluster import faults, tags
 from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.gradients import Bucket, Slab
 from holdfast.plan.tree import Adder, Node, roots
 
-TAGS = 64  # message tags of one bucket: one per root that a worker sends, the last for the sum
-TOTAL = TAGS - 1
+TOTAL = tags.BUCKET_TAGS - 1  # the tag, within its bucket, of the sum
 Item = tuple[int, list[Any], torch.Tensor | None]  # a bucket's place, what is received for it, and where to
-FIRST_TAG = 16  # smaller ones are for votes, copies, and what goes between stages
 
 
 def slices(size: int, owners: int) -> list[slice]:
@@ -140,7 +138,7 @@ class Reduction:
         width = mine.stop - mine.start
         foreign = [(rank, k) for rank in others for k in range(len(self._nodes_of(bucket, rank)))]
         room = bucket.receiving(width * len(foreign)).view(len(foreign), width)
-        base = FIRST_TAG + bucket.number * TAGS
+        base = tags.BUCKETS + bucket.number * tags.BUCKET_TAGS
         receives = [(rank, room[i], base + k) for i, (rank, k) in enumerate(foreign) if width]
         stack = self._adders[position].stack
         stack[:] = [(node, bucket.flatten(slab)) for node, slab in stack]
@@ -211,7 +209,7 @@ class Reduction:
         result = _root(adder)
         if result.data_ptr() != total.flat[parts[rank]].data_ptr():
             total.flat[parts[rank]].copy_(result)
-        tag = FIRST_TAG + bucket.number * TAGS + TOTAL
+        tag = tags.BUCKETS + bucket.number * tags.BUCKET_TAGS + TOTAL
         others = [r for r in bucket.ranks if r != rank]
         filled = [r for r in others if parts[r].stop > parts[r].start]
         mine = parts[rank].stop > parts[rank].start

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from holdfast.cluster import tags
 from holdfast.cluster.group import Group
 from holdfast.engine.boundary import unshared
-from holdfast.engine.pipe import BACKWARD_TAG, FORWARD_TAG, Inbox, Outbox, describe
+from holdfast.engine.pipe import Inbox, Outbox, describe
 from holdfast.errors import Broken
 from holdfast.log.record import Message, Recorder
 from holdfast.plan.layout import Layout, Role
@@ -93,9 +94,9 @@ class Neighbours:
 def connect(group: Group, post: Post, device: torch.device) -> Neighbours:
     """The stages before and behind, as long as a generation lasts."""
     before, behind = post.before, post.behind
-    inputs = None if before is None else Inbox(group, before, FORWARD_TAG, device)
+    inputs = None if before is None else Inbox(group, before, tags.FORWARD, device)
     try:
-        gradients = None if behind is None else Inbox(group, behind, BACKWARD_TAG, device)
+        gradients = None if behind is None else Inbox(group, behind, tags.BACKWARD, device)
     except Broken:
         if inputs is not None:
             inputs.close()
@@ -103,8 +104,8 @@ def connect(group: Group, post: Post, device: torch.device) -> Neighbours:
     return Neighbours(
         inputs=inputs,
         gradients=gradients,
-        outputs=None if behind is None else Outbox(group, behind, FORWARD_TAG, device),
-        back=None if before is None else Outbox(group, before, BACKWARD_TAG, device),
+        outputs=None if behind is None else Outbox(group, behind, tags.FORWARD, device),
+        back=None if before is None else Outbox(group, before, tags.BACKWARD, device),
     )
 
 

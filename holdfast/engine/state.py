@@ -15,8 +15,10 @@ import torch
 
 from holdfast import codec
 from holdfast.checkpoint.objects import Absent, Partial, clean
+from holdfast.engine.holdings import Holdings
 from holdfast.engine.model import LayeredModel, Unit
 from holdfast.engine.names import Held, Named, Names
+from holdfast.engine.progress import Progress
 from holdfast.engine.update import Update
 from holdfast.errors import CheckpointError, HoldfastError
 
@@ -27,28 +29,40 @@ class State:
     """Reads and writes what this worker holds of the model and the optimizer, and what all workers share.
 
     ``progress`` is whatever else a joiner needs to know, such as the step. What has memory is filled, but only what
-    ``is_held`` says is read: memory whose values never came must not be taken for state.
+    ``holdings`` lists is read: memory whose values never came must not be taken for state. Without ``holdings``,
+    all that has memory counts.
     """
 
-    def __init__(self, model: LayeredModel, update: Update, progress: dict[str, Any], *, exact: bool = True) -> None:
+    def __init__(
+        self,
+        model: LayeredModel,
+        update: Update,
+        progress: Progress,
+        *,
+        holdings: Holdings | None = None,
+        exact: bool = True,
+    ) -> None:
         self.model = model
         self.update = update
         self.progress = progress
-        self.is_held: Held = model.is_held
+        self._holdings = holdings
         self._exact = exact
         self._names = Names(model)
         self._extra = self._names.extra()
+
+    def is_held(self, unit: Unit) -> bool:
+        """Whether a unit is here, as it should be."""
+        return self.model.is_held(unit) if self._holdings is None else unit.number in self._holdings.held
 
     # --- from worker to worker -------------------------------------------------------------------
 
     def common(self) -> Any:
         """What is the same on every worker, whatever it holds."""
-        return {"settings": self.update.settings(), "progress": self.progress}
+        return {"settings": self.update.settings(), "progress": self.progress.to_json()}
 
     def set_common(self, value: Any) -> None:
         self.update.set_settings(value["settings"])
-        self.progress.clear()
-        self.progress.update(value["progress"])
+        self.progress.take(value["progress"])
 
     def read(self, unit: Unit) -> Any:
         """A unit that is held here."""
@@ -98,8 +112,8 @@ class State:
         return {
             **self._sections(self.is_held),
             "scheduler": self.update.settings()["scheduler"],
-            "step": self.progress["step"],
-            "run": {"progress": self.progress, "transient": transient, "made_of": self._made_of()},
+            "step": self.progress.step,
+            "run": {"progress": self.progress.to_json(), "transient": transient, "made_of": self._made_of()},
         }
 
     def targets(self, filled: Held | None = None) -> dict[str, Any]:
@@ -115,8 +129,7 @@ class State:
                 raise CheckpointError(f"the {what} was a {before} and is a {now}", hint="resume with the same one")
         if self.update.scheduler is not None:
             self.update.scheduler.load_state_dict(filled["scheduler"])
-        self.progress.clear()
-        self.progress.update(filled["run"]["progress"])
+        self.progress.take(filled["run"]["progress"])
 
     def _sections(self, held: Held) -> dict[str, Any]:
         saved = self._names.saved(held)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from holdfast.cluster import tags
 from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.boundary import like
 from holdfast.engine.model import LayeredModel
@@ -14,8 +15,6 @@ from holdfast.engine.pipe import describe
 from holdfast.log.record import Recorder
 from holdfast.plan.layout import Layout
 from holdfast.plan.log_choice import Tie
-
-TIE_TAG = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +80,9 @@ class Ties:
                 source = holders[rank % len(holders)]  # the load is spread
                 if source == group.rank:
                     assert use.leaf.grad is not None
-                    sends.append((rank, use.leaf.grad.contiguous(), TIE_TAG))
+                    sends.append((rank, use.leaf.grad.contiguous(), tags.TIE))
                 elif rank == group.rank:
-                    receives.append((source, torch.empty_like(weight, memory_format=torch.contiguous_format), TIE_TAG))
+                    receives.append((source, torch.empty_like(weight, memory_format=torch.contiguous_format), tags.TIE))
             if group.rank in holders:
                 assert use.leaf.grad is not None
                 sums.append(use.leaf.grad)

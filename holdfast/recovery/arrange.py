@@ -7,7 +7,7 @@ from those who hold them; at the begin from the first worker, from a checkpoint,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +16,22 @@ import torch
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation
-from holdfast.commit.settle import Settlement, account_of
+from holdfast.cluster.texts import Texts
+from holdfast.commit.cohort import Traffic
+from holdfast.commit.settle import Account, Settlement, account_of
 from holdfast.engine.engine import Engine
 from holdfast.engine.profile.quick import quick_profile
 from holdfast.engine.profile.round_trips import quick_link
 from holdfast.engine.state import State
-from holdfast.errors import HoldfastError, TooFewWorkers
+from holdfast.errors import TooFewWorkers
 from holdfast.plan.lay_out import lay_out
 from holdfast.plan.layout import Layout
 from holdfast.plan.log_choice import choose_boundaries
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Link, Profile
-from holdfast.recovery.copy import Traffic, carry_out, moves, tell
+from holdfast.recovery.copy import carry_out, moves, tell
 from holdfast.recovery.replay import Replayer
 from holdfast.recovery.resume import Resumer
-from holdfast.run.reports import GroupRanks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +46,11 @@ class Wishes:
     memory: int | None = None
     profile: Profile | None = None
     budget: int | None = None  # bytes for the log of the whole run
+    votes_each_step: bool = True  # False where replicas train apart
 
 
 class Arranger:
-    """This worker's part in getting generations ready. ``held`` are the units that it holds, as they should be."""
+    """This worker's part in getting generations ready: the ``Arrangement`` of a cohort."""
 
     def __init__(
         self,
@@ -60,8 +62,8 @@ class Arranger:
         replayer: Replayer | None = None,
     ) -> None:
         self.engine = engine
-        self.held: set[int] = {unit.number for unit in engine.model.units if engine.model.is_held(unit)}
         self.layout: Layout = engine.layout
+        self._holdings = engine.holdings
         self._rank = 0
         self._model = engine.model
         self._state = state
@@ -69,46 +71,35 @@ class Arranger:
         self._wishes = wishes
         self._resumer = resumer
         self._replayer = replayer
-        self.unvoted = False  # whether steps are made without a vote
-        self._undone: set[int] = set()  # since the last vote that succeeded
-        if engine.eager is not None:
-            engine.eager.on_undo = self._note_undo
-        # Memory alone is not enough: a copy that broke off leaves some with nothing in it.
-        state.is_held = lambda unit: unit.number in self.held
+
+    # --- what a cohort asks ----------------------------------------------------------------------
 
     @property
-    def units(self) -> int:
-        return len(self._model.units)
+    def minimum(self) -> int:
+        """How many workers it takes to hold the model."""
+        return self.layout.minimum
 
-    @property
-    def step(self) -> int:
-        return int(self._state.progress["step"])
+    def account(self) -> Account:
+        """Return what this worker holds, and what else counts when a generation settles."""
+        undone = self._holdings.undone | (set() if self.engine.eager is None else self.engine.eager.begun)
+        return Account(
+            resumable=self._resumer is not None,
+            units=len(self._model.units),
+            held=tuple(sorted(self._holdings.held)),
+            next=tuple(sorted(self._kept)),
+            undone=tuple(sorted(undone)),
+            logged=self._replayer is not None and self._replayer.log.usable,
+            profiled=self._state.progress.profile is not None,
+            step=self._state.progress.step,
+        )
 
-    @property
-    def profiled(self) -> bool:
-        return "profile" in self._state.progress
+    def holds(self, units: Collection[int]) -> bool:
+        """Whether all of these units are here."""
+        return self._holdings.held.issuperset(units)
 
-    @property
-    def logged(self) -> bool:
-        return self._replayer is not None and self._replayer.log.usable
-
-    @property
-    def undone(self) -> set[int]:
-        """The units that were updated before a vote, and taken back since or may have to be."""
-        return self._undone | (set() if self.engine.eager is None else self.engine.eager.begun)
-
-    def _note_undo(self, undone: set[int], torn: set[int]) -> None:
-        """What is torn is neither old nor new: it counts for nothing until it comes from somebody else."""
-        if torn and not self._state.progress["step"]:  # nobody would notice that it is gone
-            raise HoldfastError("the first step could not be taken back", hint="the run has to begin again")
-        self._undone |= undone | torn
-        self.held -= torn
-        for unit in torn:
-            self._state.update.forget(self._model.units[unit].parameters)
-
-    def _arrived(self, unit: int) -> None:
-        self.held.add(unit)
-        self._undone.discard(unit)
+    def hold_nothing(self) -> None:
+        """Note that what is here is not the run's state."""
+        self._holdings.held.clear()
 
     def inform(self, group: Group, generation: Generation, settlement: Settlement) -> None:
         """Afterwards everybody knows where the run is, and what its layers cost."""
@@ -132,14 +123,14 @@ class Arranger:
         replay, holdings = self._replayer.plan(group, lost)
         again = {unit.number for unit in self._model.units_of(replay.layers)}
         computing = generation.workers[: self._replayer.workers(group.size)]
-        self._undone -= again
-        self.held -= again  # what is computed again as well is not what it was until the end
+        self._holdings.undone -= again
+        self._holdings.held -= again  # what is computed again as well is not what it was until the end
         if generation.workers[group.rank] in computing:
             self._model.hold(replay.layers)
         self._replayer.carry_out(group, replay, holdings)
         held = {worker: units - again for worker, units in settlement.held.items()}
         held |= {worker: held[worker] | again for worker in computing}
-        self.held |= again if generation.workers[group.rank] in computing else set()
+        self._holdings.held |= again if generation.workers[group.rank] in computing else set()
         return dataclasses.replace(settlement, held=held)
 
     def _lost_layers(self, settlement: Settlement) -> set[int]:
@@ -161,26 +152,26 @@ class Arranger:
             self.layout = self._lay_out(generation, settlement)
             held = [settlement.held[worker] for worker in generation.workers]
             traffic = self._send_missing(group, held)
-        self.engine.enter(self.layout, group, self._boundaries(generation, settlement))
+        self.engine.enter(self.layout, group, logged=self._boundaries(generation, settlement))
         self._report(group, generation)
         return traffic
 
     @property
-    def kept(self) -> set[int]:
+    def _kept(self) -> set[int]:
         """The units of this worker's place, which are all that it updates."""
-        return self.held & self._wanted(self._rank)
+        return self._holdings.held & self._wanted(self._rank)
 
     def let_go(self) -> None:
         """After the first vote of a generation: everybody has what it needs, so what is not ours can go."""
-        self._undone.clear()  # all copies that are left are alike
+        self._holdings.undone.clear()  # all copies that are left are alike
         role = self.layout.role(self._rank)
         mine = set() if role is None else set(role.layers)
         gone = set(range(len(self._model.layers))) - mine
         if gone:
             self._model.release(gone)
-            self.held = self.kept
+            self._holdings.held = self._kept
             for unit in self._model.units:
-                if unit.number not in self.held:
+                if unit.number not in self._holdings.held:
                     self._state.update.forget(unit.parameters)
 
     # --- where the run is ------------------------------------------------------------------------
@@ -202,7 +193,7 @@ class Arranger:
         link = quick_link(group, _hosts(generation), clock=teller) if group.size > 1 else None
         if group.rank == teller:
             link = link or Link(bandwidth=1e9, latency=1e-4)
-            self._state.progress["profile"] = self._make_profile(link).to_json()
+            self._state.progress.profile = self._make_profile(link).to_json()
 
     def _profile_is_needed(self, generation: Generation) -> bool:
         """Not where there is nothing to be cut, or all cuts are given and no log has to fit into a budget."""
@@ -224,7 +215,7 @@ class Arranger:
 
     def _lay_out(self, generation: Generation, settlement: Settlement) -> Layout:
         wishes, model, workers = self._wishes, self._model, generation.workers
-        known = self._state.progress.get("profile")
+        known = self._state.progress.profile
         needs = [{unit.number for unit in model.units_of([layer])} for layer in range(len(model.layers))]
         layers = {
             worker: [layer for layer, needed in enumerate(needs) if needed <= units]
@@ -282,11 +273,11 @@ class Arranger:
         progress = self._state.progress
         if self._replayer is None or self._resumer is None:
             return frozenset()
-        if progress.setdefault("saved", None) != progress["step"]:
+        if progress.saved != progress.step:
             standings = [member.standing for member in generation.members]
             in_a_step = any(account_of(s).doing == "step" and s.operation == settlement.operation for s in standings)
-            progress["due"] = progress["step"] + in_a_step
-        known = progress.get("profile")
+            progress.due = progress.step + in_a_step
+        known = progress.profile
         chosen = choose_boundaries(
             self.layout,
             profile=None if known is None else Profile.from_json(known),
@@ -295,7 +286,7 @@ class Arranger:
             budget=self._wishes.budget,
             ties=self.engine.ties.described,
         )
-        self._resumer.longest = chosen.longest
+        self._resumer.limit(chosen.longest)
         facts = {"boundaries": sorted(chosen.boundaries), "bytes_per_step": chosen.bytes_per_step}
         self._events.write("logging", **facts, reason=chosen.reason)
         return chosen.boundaries
@@ -309,8 +300,10 @@ class Arranger:
         planned = moves(held, [self._wanted(rank) for rank in range(group.size)], sizes)
         if not planned or group.size == 1:
             return Traffic()
-        traffic = carry_out(group, self._state, planned, self._arrived)
-        if self.engine.eager is not None or self.unvoted:  # else what is sent stays as it is until the vote
+        traffic = carry_out(group, self._state, planned, self._holdings.arrived)
+        if (
+            self.engine.eager is not None or not self._wishes.votes_each_step
+        ):  # else what is sent stays as it is until the vote
             group.sum(torch.zeros(1, device=self._model.device))
         return traffic
 
@@ -320,18 +313,16 @@ class Arranger:
 
     def _begin(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
         """Nothing was committed: from the checkpoint, each its own part; if there is none, the first values."""
-        known = self._state.progress.get("profile")
+        known = self._state.progress.profile
 
         def hold() -> None:
-            self._state.progress.pop("profile", None)  # what a checkpoint says of it was measured elsewhere
-            if known is not None:
-                self._state.progress["profile"] = known
+            self._state.progress.profile = known  # what a checkpoint says of it was measured elsewhere
             self.layout = self._lay_out(generation, settlement)
             self._hold_place(group.rank)
 
-        if self._resumer is not None and self._resumer.resume(GroupRanks(group, self._model.device), hold=hold):
-            self.held = self._wanted(group.rank)
-            self._undone.clear()
+        if self._resumer is not None and self._resumer.resume(Texts(group, self._model.device), hold=hold):
+            self._holdings.held = self._wanted(group.rank)
+            self._holdings.undone.clear()
             return Traffic()
         hold()
         return self._initial(group, generation, settlement)
@@ -343,8 +334,8 @@ class Arranger:
         made = frozenset(unit.number for unit in model.units if model.can_make(unit))
         mine = self._wanted(group.rank) & made
         model.make(model.units[number] for number in mine)
-        first, everything = generation.rank_of(settlement.begins), frozenset(range(self.units))
-        self.held = mine | (everything - made if group.rank == first else set())
+        first, everything = generation.rank_of(settlement.begins), frozenset(range(len(model.units)))
+        self._holdings.held = mine | (everything - made if group.rank == first else set())
         return self._send_missing(group, [everything if rank == first else made for rank in range(group.size)])
 
 

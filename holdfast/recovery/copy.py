@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from holdfast import codec
-from holdfast.cluster import faults
+from holdfast.cluster import faults, tags
 from holdfast.cluster.group import Group, Transfer
+from holdfast.commit.cohort import Traffic
 from holdfast.engine.state import State
 from holdfast.errors import Broken, HoldfastError
 
-LENGTH_TAG, TEXT_TAG, TENSOR_TAG = 1, 2, 3
 WINDOW = 64 << 20  # bytes under way from one sender: beside the layers' own memory, that much is taken
 
 
@@ -70,16 +70,8 @@ def pass_on(group: Group, value: Any, *, sender: int, listeners: Collection[int]
         return value
     text = _receive_text(group, sender, device)
     tensors = [tensor.to(device) for tensor in codec.empty_tensors(text)]
-    group.finish(group.start([], [(sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]))
+    group.finish(group.start([], [(sender, tensor, tags.TENSOR) for tensor in tensors if tensor.numel()]))
     return codec.unflatten(text, tensors)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Bytes of state that one worker was sent, and has sent."""
-
-    received: int = 0
-    sent: int = 0
 
 
 def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Callable[[int], None]) -> Traffic:
@@ -127,7 +119,7 @@ class _Coming:
         while self._texts and sum(t.nbytes for _, tensors, _ in self._asked for t in tensors) < WINDOW:
             text = self._texts.popleft()
             tensors = [tensor.to(self._device) for tensor in codec.empty_tensors(text)]
-            wanted = [(self._sender, tensor, TENSOR_TAG) for tensor in tensors if tensor.numel()]
+            wanted = [(self._sender, tensor, tags.TENSOR) for tensor in tensors if tensor.numel()]
             self._asked.append((text, tensors, self._group.start([], wanted)))
             self.bytes += sum(tensor.nbytes for tensor in tensors)
 
@@ -147,13 +139,13 @@ def _message(flat: tuple[bytes, list[torch.Tensor]], receiver: int, device: torc
     text, tensors = flat
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     length = torch.tensor([len(text)], device=device)
-    sends: list[Transfer] = [(receiver, length, LENGTH_TAG), (receiver, header, TEXT_TAG)]
-    return sends + [(receiver, t.to(device).contiguous(), TENSOR_TAG) for t in tensors if t.numel()]
+    sends: list[Transfer] = [(receiver, length, tags.LENGTH), (receiver, header, tags.TEXT)]
+    return sends + [(receiver, t.to(device).contiguous(), tags.TENSOR) for t in tensors if t.numel()]
 
 
 def _receive_text(group: Group, sender: int, device: torch.device) -> bytes:
     length = torch.zeros(1, dtype=torch.int64, device=device)
-    group.finish(group.start([], [(sender, length, LENGTH_TAG)]))
+    group.finish(group.start([], [(sender, length, tags.LENGTH)]))
     header = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    group.finish(group.start([], [(sender, header, TEXT_TAG)]))
+    group.finish(group.start([], [(sender, header, tags.TEXT)]))
     return header.cpu().numpy().tobytes()

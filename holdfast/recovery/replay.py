@@ -8,6 +8,7 @@ work, the log is given up, and the run returns to the checkpoint: it is never wr
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 
-from holdfast.cluster import faults
+from holdfast.cluster import faults, tags
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
+from holdfast.cluster.texts import Texts
 from holdfast.engine.again import Again
 from holdfast.engine.engine import Engine
-from holdfast.engine.pipe import TAGS, Inbox, Outbox, read
+from holdfast.engine.pipe import Inbox, Outbox, read
 from holdfast.engine.state import State
 from holdfast.engine.update import Terms
 from holdfast.errors import Broken
@@ -32,9 +34,8 @@ from holdfast.plan.replay_plan import Impossible, Replay, Situation, Sources, ne
 from holdfast.recovery.copy import pass_on
 from holdfast.recovery.resume import Resumer
 from holdfast.rng import undisturbed_generators
-from holdfast.run.reports import GroupRanks
 
-REPLAY_TAG = 4 * TAGS
+logger = logging.getLogger(__name__)
 
 
 class Replayer:
@@ -55,8 +56,8 @@ class Replayer:
 
     def plan(self, group: Group, lost: Collection[int]) -> tuple[Replay, list[list[HeldRecords]]]:
         """What has to be computed again for these layers, and who has the records. ``Broken`` if that is impossible."""
-        ranks = GroupRanks(group, self._engine.model.device)
-        step = int(self._state.progress["step"])
+        ranks = Texts(group, self._engine.model.device)
+        step = self._state.progress.step
         checkpoints = self._resumer.steps() if group.rank == 0 else []  # others may see them later
         mine = [checkpoints, [held.to_json() for held in self.log.holdings(step)]]
         said = [json.loads(text) for text in ranks.exchange(json.dumps(mine).encode())]
@@ -79,7 +80,7 @@ class Replayer:
         """Every member calls this; the first ``workers`` have memory for the layers, and hold them afterwards."""
         begin, settings = time.monotonic(), self._engine.update.settings()
         if group.rank == 0:
-            print(f"holdfast: nobody holds all layers any more: {replay.reason}", flush=True)
+            logger.info("nobody holds all layers any more: %s", replay.reason)
         try:
             with undisturbed_generators():
                 self._load(group, replay)
@@ -120,7 +121,7 @@ class Replayer:
         units = [unit for unit in model.units_of(replay.layers) if computes]
         self._engine.update.forget([p for unit in units for p in unit.parameters])
         numbers = {unit.number for unit in units}
-        ranks = GroupRanks(group, model.device)
+        ranks = Texts(group, model.device)
         failure = self._resumer.agreed(ranks, replay.first, lambda step: self._resumer.fill_units(step, numbers))
         if failure is not None:
             raise self.useless(str(failure))
@@ -129,7 +130,7 @@ class Replayer:
         """How each step was applied; who came later is told by one who was there."""
         known = self.log.terms(replay.first, replay.stop)
         device = self._engine.model.device
-        said = GroupRanks(group, device).exchange(b"no" if known is None else b"yes")
+        said = Texts(group, device).exchange(b"no" if known is None else b"yes")
         tellers = [rank for rank, text in enumerate(said) if text == b"yes"]
         if not tellers:
             raise self.useless(f"nobody knows how the steps since {replay.first} were applied")
@@ -178,7 +179,7 @@ class _Traffic:
         self.count = self.bytes = 0
         self._group, self._log, self._sources, self._wanted, self._steps = group, log, sources, wanted, steps
         others = [rank for rank in range(group.size) if rank != group.rank]
-        self._out = {rank: Outbox(group, rank, REPLAY_TAG, device) for rank in others}
+        self._out = {rank: Outbox(group, rank, tags.REPLAY, device) for rank in others}
         self._device = device
         self._in: dict[int, Inbox] = {}
         self._kept: dict[int, list[Any]] = {}  # by step: what may not have arrived yet
@@ -205,7 +206,7 @@ class _Traffic:
             text, tensors = self._log.read(key)
             return read((text, [tensor.clone() for tensor in tensors]))  # autograd may write into it
         if source not in self._in:
-            self._in[source] = Inbox(self._group, source, REPLAY_TAG, self._device)
+            self._in[source] = Inbox(self._group, source, tags.REPLAY, self._device)
         return self._in[source].take()
 
     def arrived(self, step: int) -> None:

@@ -7,7 +7,7 @@ workers share, and then the layers.
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from holdfast.cluster.events import Events
 from holdfast.engine.state import State, nothing
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
 from holdfast.plan import save_interval
+
+logger = logging.getLogger(__name__)
 
 
 class Unfit(HoldfastError):
@@ -64,7 +66,7 @@ class Resumer:
         self._events = events
         self._before = ""  # the settings of the run that saved what is open
         self._files: list[str] = []  # of the checkpoint that was read last
-        self.longest: int | None = None  # steps for which a log lasts, if there is a limit
+        self._longest: int | None = None  # steps for which a log lasts, if there is a limit
 
     def resume(self, ranks: Ranks | None = None, *, hold: Callable[[], None] = lambda: None) -> bool:
         """Fills the state from the newest checkpoint that is sound for everybody; False if there is none yet.
@@ -127,12 +129,12 @@ class Resumer:
                 hint="fill the model from it with holdfast.checkpoint.load, and give the run another folder",
             )
         if not steps:
-            print(f"holdfast: no checkpoint in {root} yet: training starts at step 0", flush=True)
+            logger.info("no checkpoint in %s yet: training starts at step 0", root)
         return steps[::-1]
 
     def open(self, step: int) -> None:
         """Takes over what all workers share, and checks that the checkpoint is of this model; reads no layers."""
-        label = self._state.progress["label"]
+        label = self._state.progress.label
         into = self._state.targets(nothing)
         catalogue = self._read(step, into)
         try:
@@ -140,14 +142,12 @@ class Resumer:
         except CheckpointError as e:
             raise Unfit(str(e)) from e
         progress = self._state.progress
-        self._before = progress["label"]
-        progress |= {
-            "label": label,
-            "saved": progress["step"],
-            "due": progress["step"] + self.settings.first,
-            "resumed": progress.get("resumed", 0) + 1,
-            "seconds": catalogue.details.get("seconds", 0.0),
-        }
+        self._before = progress.label
+        progress.label = label
+        progress.saved = progress.step
+        progress.due = progress.step + self.settings.first
+        progress.resumed += 1
+        progress.seconds = catalogue.details.get("seconds", 0.0)
 
     def fill(self, step: int) -> None:
         """Fills what has memory here. Before an error is found, some of it may have been filled: do not use it then."""
@@ -159,13 +159,17 @@ class Resumer:
         with self._state.others_keep_their_slots(units):
             self._read(step, self._state.targets(lambda unit: unit.number in units))
 
+    def limit(self, longest: int | None) -> None:
+        """Save at least every ``longest`` steps: a log lasts no longer. None: there is no limit."""
+        self._longest = longest
+
     @property
     def interval(self) -> int:
         """Steps from checkpoint to checkpoint, as far as is known."""
         if self.settings.every != "auto":
             return self.settings.every
         progress = self._state.progress
-        return max(int(progress.get("due", 0)) - int(progress.get("saved") or 0), self.settings.first)
+        return max((progress.due or 0) - (progress.saved or 0), self.settings.first)
 
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint, oldest first."""
@@ -173,10 +177,10 @@ class Resumer:
 
     def _announce(self, step: int) -> None:
         """One worker says that all have resumed, and removes what earlier saves have left undone."""
-        folder, label = series.folder_of(self.settings.root, step), self._state.progress["label"]
-        print(f"holdfast: resumed from {folder}", flush=True)
+        folder, label = series.folder_of(self.settings.root, step), self._state.progress.label
+        logger.info("resumed from %s", folder)
         if self._before != label:
-            print(f"holdfast: with other settings than before: {label}; then: {self._before}", flush=True)
+            logger.warning("with other settings than before: %s; then: %s", label, self._before)
         self._events.write("resumed", step=step, path=str(folder))
         series.clean(self.settings.root, before=step)
 
@@ -186,7 +190,7 @@ class Resumer:
             self._files = sorted(catalogue.files)
             self._planned(catalogue, into).carry_out()
         except CheckpointError as e:
-            print(f"holdfast: cannot resume from step {step}: {e}", file=sys.stderr, flush=True)
+            logger.warning("cannot resume from step %d: %s", step, e)
             raise
         return catalogue
 

@@ -13,14 +13,14 @@ import torch
 
 from holdfast.checkpoint.disk import BLOCK, Bytes, blocks_of, sync_folder, write_blocks
 from holdfast.checkpoint.write import Array, Image, array_of
+from holdfast.cluster import tags
 from holdfast.cluster.group import Group
+from holdfast.cluster.texts import Texts
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.names import Named, Names
 from holdfast.engine.state import State
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.run.reports import GroupRanks
 
-MODEL_TAG = 4
 WRITER = 0  # the rank that writes the file
 
 
@@ -36,7 +36,7 @@ def gather_sha256(group: Group | None, state: State, *, weights_only: bool = Fal
     if group is None:
         return state.sha256(weights_only=weights_only)
     mine = state.digests(weights_only=weights_only)
-    said = GroupRanks(group, state.model.device).exchange(json.dumps(mine).encode())
+    said = Texts(group, state.model.device).exchange(json.dumps(mine).encode())
     return state.combine([json.loads(text) for text in said], weights_only=weights_only)
 
 
@@ -120,7 +120,7 @@ def _sending(group: Group, tensor: torch.Tensor) -> Callable[[int, int, Bytes], 
 
     def send(start: int, stop: int, out: Bytes) -> None:
         assert line is not None
-        group.start([(WRITER, line[start:stop], MODEL_TAG)], [])
+        group.start([(WRITER, line[start:stop], tags.MODEL)], [])
 
     return send
 
@@ -129,7 +129,7 @@ def _receiving(group: Group, sender: int, device: torch.device) -> Callable[[int
     def receive(start: int, stop: int, out: Bytes) -> None:
         place = torch.from_numpy(out)
         room = place if device.type == "cpu" else torch.empty_like(place, device=device)
-        group.finish(group.start([], [(sender, room, MODEL_TAG)]))
+        group.finish(group.start([], [(sender, room, tags.MODEL)]))
         if room is not place:
             place.copy_(room)
 

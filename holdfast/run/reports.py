@@ -1,4 +1,4 @@
-"""How the workers of a run tell each other about a checkpoint: before it through the group, after it through files.
+"""Reports of what workers have written for a checkpoint, left as files beside its data.
 
 Training goes on while a checkpoint is written, so the group is busy then. A worker leaves its report beside
 its data; the first one collects them.
@@ -10,41 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import torch
-
 from holdfast.checkpoint import index
 from holdfast.checkpoint.save import Report, Save, read_report, write_report
-from holdfast.cluster.group import Group
 from holdfast.errors import CheckpointError
 
-LENGTH_TAG, TEXT_TAG = 1, 2
 PATIENCE = 3.0  # seconds for a report that was written to be seen through a network's file system
 FAILED = b"failed"
-
-
-class GroupRanks:
-    """A generation's group, seen as those who save together."""
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.rank = group.rank
-        self.size = group.size
-        self._group = group
-        self._device = device
-
-    def exchange(self, text: bytes) -> list[bytes]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        lengths = {rank: torch.zeros(1, dtype=torch.int64, device=self._device) for rank in others}
-        self._swap(torch.tensor([len(text)], device=self._device), lengths, LENGTH_TAG)
-        sizes = {rank: int(length) for rank, length in lengths.items()}
-        texts = {rank: torch.zeros(max(n, 1), dtype=torch.uint8, device=self._device) for rank, n in sizes.items()}
-        # At least one byte: Gloo does not send nothing.
-        self._swap(torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8).to(self._device), texts, TEXT_TAG)
-        found = {rank: texts[rank].cpu().numpy().tobytes()[: sizes[rank]] for rank in others}
-        return [text if rank == self.rank else found[rank] for rank in range(self.size)]
-
-    def _swap(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor], tag: int) -> None:
-        sends = [(rank, mine, tag) for rank in theirs]
-        self._group.finish(self._group.start(sends, [(rank, tensor, tag) for rank, tensor in theirs.items()]))
 
 
 def post(save: Save, report: Report | None) -> None:

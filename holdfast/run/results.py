@@ -1,15 +1,15 @@
-"""What all workers ask for together, outside of steps: each once, and again for those who have joined since."""
+"""Results that all workers ask for together, outside of steps: each once, and again for those who have joined since."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, alone
-from holdfast.commit.cohort import Cohort, Kind, Operation
+from holdfast.commit.cohort import Cohort
+from holdfast.commit.operation import Kind, Operation
 from holdfast.data.fetch import Dataset
 from holdfast.engine.engine import Engine, Loss
 from holdfast.engine.state import State
@@ -30,28 +30,17 @@ class Results:
     def __init__(self, engine: Engine, state: State, cohort: Cohort, script: Script, settle: Settle) -> None:
         self._engine, self._state, self._cohort, self._script, self._settle = engine, state, cohort, script, settle
 
-    @property
-    def _known(self) -> dict[str, Any]:
-        """Those that a joiner has missed."""
-        known: dict[str, Any] = self._state.progress["results"]
-        return known
-
     def evaluate(self, dataset: Dataset, measure: Loss) -> float:
         if self._cohort.group is None:  # before training: nobody to share with
             self._engine.model.make_whole()
             return tree_sum(self._engine.evaluate(dataset, measure, alone()))
-        attempt = partial(self._engine.evaluate, dataset, measure)
-        return self._once(Operation(kind=Kind.EVALUATION, attempt=attempt), "an evaluation")
+        return self._once(Evaluation(self._engine, dataset, measure), "an evaluation")
 
     def save_model(self, path: Path) -> None:
-        def attempt(group: Group) -> list[float]:
-            write_model(group, self._engine.model, self._engine.layout, path)
-            return []
-
         if self._cohort.group is None:
             write_model(None, self._engine.model, None, path)
         else:
-            self._once(Operation(kind=Kind.SAVE, attempt=attempt), "the model is saved")
+            self._once(WriteModel(self._engine, path), "the model is saved")
 
     def _once(self, operation: Operation, why: str) -> float:
         """Commits an operation unless it was committed before this worker joined.
@@ -62,7 +51,7 @@ class Results:
 
         def commit() -> float:
             self._settle(why, full=False)
-            faults.at_step(self._state.progress["step"])
+            faults.at_step(self._state.progress.step)
             return self._cohort.commit(operation)
 
         return float(self._remembered("operation", commit))
@@ -80,21 +69,56 @@ class Results:
 
     def _remembered(self, kind: str, find: Callable[[], Any]) -> Any:
         key = self._script.next_key(kind)
-        if key in self._known:
-            return self._known[key]
+        known = self._state.progress.results
+        if key in known:
+            return known[key]
         value = find()
         if self._script.is_after_a_loop:
-            self._known[key] = value
+            self._state.progress.results[key] = value
         return value
 
     def _hash(self, weights_only: bool) -> str:
         if self._engine.layout.is_whole:
             return self._state.sha256(weights_only=weights_only)
-        found: list[str] = []
+        hashing = GatherHash(self._state, weights_only=weights_only)
+        self._cohort.commit(hashing)
+        return hashing.found
 
-        def attempt(group: Group) -> list[float]:
-            found[:] = [gather_sha256(group, self._state, weights_only=weights_only)]
-            return []
 
-        self._cohort.commit(Operation(kind=Kind.HASH, attempt=attempt))
-        return found[0]
+class Evaluation(Operation):
+    """The mean of a measure over a data set, as an operation that all workers share."""
+
+    kind: Kind = "evaluation"
+
+    def __init__(self, engine: Engine, dataset: Dataset, measure: Loss) -> None:
+        self._engine, self._dataset, self._measure = engine, dataset, measure
+
+    def attempt(self, group: Group) -> list[float]:
+        return self._engine.evaluate(self._dataset, self._measure, group)
+
+
+class WriteModel(Operation):
+    """The model as one file. It is written before the vote: if the writer is lost, the next one writes it again."""
+
+    kind: Kind = "save"
+
+    def __init__(self, engine: Engine, path: Path) -> None:
+        self._engine, self._path = engine, path
+
+    def attempt(self, group: Group) -> list[float]:
+        write_model(group, self._engine.model, self._engine.layout, self._path)
+        return []
+
+
+class GatherHash(Operation):
+    """The hash of the state that all workers hold together; ``found`` is the same on each."""
+
+    kind: Kind = "hash"
+
+    def __init__(self, state: State, *, weights_only: bool) -> None:
+        self._state, self._weights_only = state, weights_only
+        self.found = ""
+
+    def attempt(self, group: Group) -> list[float]:
+        self.found = gather_sha256(group, self._state, weights_only=self._weights_only)
+        return []

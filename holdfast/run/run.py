@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,16 +17,18 @@ from torch.optim import Optimizer
 from holdfast.cluster import faults
 from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
-from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Membership, Solo
-from holdfast.commit.cohort import Cohort, Kind, Operation
+from holdfast.commit.cohort import Cohort
+from holdfast.commit.operation import End
 from holdfast.data.fetch import Dataset
 from holdfast.data.order import Order
 from holdfast.data.partition import Partition
 from holdfast.engine.engine import Engine, Loss, label_of
 from holdfast.engine.model import Layers
 from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_write
+from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
+from holdfast.engine.step import TrainingStep
 from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
 from holdfast.log.log import LogSettings
@@ -54,6 +56,8 @@ from holdfast.sync.policy import Policy, refuse_talking_layers
 from holdfast.sync.report import EVERY_STEP, Report, Totals
 from holdfast.sync.run_training import RunTraining
 from holdfast.words import count
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -157,6 +161,7 @@ class Run:
             memory=bytes_of(memory),
             profile=profile_of(profile, self.engine),
             budget=None if self._log is None else self._log.settings.budget,
+            votes_each_step=policy is None,
         )
         kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
         label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
@@ -166,14 +171,14 @@ class Run:
         self._take_part(wishes, kept or None, label=label, shape=shape)
         self._apart = None
         if policy is not None:
-            self._arranger.unvoted = True
             parts = (self.engine, self._state, self._cohort, self._events)
             self._apart = RunTraining(policy, *parts, between=self._between_steps)
 
     def _take_part(self, wishes: Wishes, kept: Settings | None, *, label: str, shape: str) -> None:
         """The state of this worker, and its place among the others."""
-        self._progress: dict[str, Any] = {"step": 0, "results": {}, "label": label}
-        self._state = State(self.engine.model, self.engine.update, self._progress, exact=self.engine.exact)
+        engine = self.engine
+        self._progress = Progress(label=label)
+        self._state = State(engine.model, engine.update, self._progress, holdings=engine.holdings, exact=engine.exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
         self._arranger = self._arranger_for(wishes)
@@ -182,7 +187,7 @@ class Run:
         self._said = ""  # about what can be survived
         self._wished = wishes.tolerate or 0  # what the user has asked for in so many words
         membership, device = _membership(f"{label}, {shape}"), self.engine.model.device
-        self._cohort = Cohort(membership, self._arranger, device, self._events, resumable=self._saver is not None)
+        self._cohort = Cohort(membership, self._arranger, device, self._events)
         self._results = Results(self.engine, self._state, self._cohort, self._script, self._settle)
         faults.plan(membership.worker)
         _runs.append(self)
@@ -198,7 +203,7 @@ class Run:
     @property
     def step(self) -> int:
         """How many steps are committed."""
-        return int(self._progress["step"])
+        return self._progress.step
 
     @property
     def workers(self) -> int:
@@ -240,7 +245,7 @@ class Run:
             self._save_if_due(last=True)  # the loop may have been left
             if self._saver is not None:
                 self._saver.settle(self._cohort)
-            self._cohort.commit(Operation(kind=Kind.END, attempt=lambda group: []))
+            self._cohort.commit(End())
             self._cohort.membership.finished()
 
     def leave(self) -> None:
@@ -269,30 +274,20 @@ class Run:
         begin, generation = time.monotonic(), cohort.generation
         report = EVERY_STEP
         if self._apart is None:
-            loss = cohort.commit(self._one_step(number))
+            loss = cohort.commit(self._training_step())
         else:
-            loss, report = self._apart.next_step(self._one_step(number), number)
+            loss, report = self._apart.next_step()
         if self._saver is not None and cohort.generation == generation:  # a recovery is not the cost of a save
             self._saver.costs.step(time.monotonic() - begin, saving=self._saver.busy)
         self._event("commit", step=number, loss=loss)
         self._say_what_is_survived()
         return self._step(number, loss, report)
 
-    def _one_step(self, number: int) -> Operation:
-        def apply() -> None:
-            self.engine.apply(number)
-            self._progress["step"] = number + 1
-            if self._apart is not None:
-                self._apart.made_together()
+    def _training_step(self) -> TrainingStep:
+        return TrainingStep(self.engine, self._progress, traced=self._note_samples if self._trace else None)
 
-        attempt = partial(self._attempt, number)
-        return Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=self.engine.drop)
-
-    def _attempt(self, number: int, group: Group) -> list[float]:
-        losses = self.engine.attempt(number, group)
-        if self._trace:
-            self._event("vote", step=number, samples=self.engine.used)
-        return losses
+    def _note_samples(self, samples: list[int]) -> None:
+        self._event("vote", step=self.step, samples=samples)
 
     def _step(self, number: int, loss: float, report: Report) -> Step:
         return Step(
@@ -313,7 +308,7 @@ class Run:
         wished, possible = self._wished, self._arranger.layout.tolerate
         said = f"{count(self.workers, 'worker')} cannot survive the loss of {wished}" if possible < wished else ""
         if said and said != self._said and self.is_first_worker:
-            print(f"holdfast: {said}", flush=True)
+            logger.warning(said)
         self._said = said
 
     @property

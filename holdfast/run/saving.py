@@ -8,8 +8,8 @@ middle of it costs this checkpoint and nothing else.
 from __future__ import annotations
 
 import errno
+import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,27 +21,29 @@ from holdfast.checkpoint.write import Staged
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
-from holdfast.commit.cohort import Cohort, Kind, Operation
+from holdfast.cluster.texts import Texts
+from holdfast.commit.cohort import Cohort
+from holdfast.commit.operation import Kind, Operation
 from holdfast.engine.state import State
 from holdfast.errors import Broken, CheckpointError, HoldfastError
 from holdfast.log.log import Log
 from holdfast.plan import save_interval
 from holdfast.recovery.resume import Resumer
 from holdfast.recovery.resume import Settings as Settings
-from holdfast.run.reports import GroupRanks, collect, post
+from holdfast.run.reports import collect, post
 
-PATIENCE = 10.0  # seconds that training waits for the last checkpoint to be written, before it does without one
-LONGEST = 600.0  # seconds that a worker which leaves waits for its disk
+PATIENCE_SECONDS = 10.0  # that training waits for the last checkpoint to be written, before it does without one
+LONGEST_SECONDS = 600.0  # that a worker which leaves waits for its disk
 SKIP = -1e12  # the vote of one who cannot take part, whatever the others say
+logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-LITTER = 600.0  # seconds after which what lies in an unfinished checkpoint's folder is nobody's
+LITTER_SECONDS = 600.0  # after which what lies in an unfinished checkpoint's folder is nobody's
 
 
 class Saver(Resumer):
     """Takes checkpoints when they are due, and finds the newest one at the begin.
 
-    What all workers must agree on is in ``state.progress``: ``saved`` (the step of the last checkpoint),
-    ``due`` (that of the next), ``resumed`` (how often), ``seconds`` (trained before this start).
+    What all workers must agree on is in ``state.progress``.
     """
 
     def __init__(self, settings: Settings, state: State, events: Events, log: Log | None = None) -> None:
@@ -66,19 +68,19 @@ class Saver(Resumer):
         return not self._written.is_set()
 
     def is_due(self, cohort: Cohort, *, last: bool = False) -> bool:
-        """All decide alike: from what they share, and from a vote they have seen succeed."""
+        """Whether a checkpoint is due. All decide alike: from what they share, and from a vote they have seen."""
         progress = self._state.progress
-        step = progress["step"]
-        due = last or cohort.everybody_leaves or step >= progress.get("due", self.settings.first)
-        return bool(due and step != progress.get("saved", 0))
+        if not progress.step and progress.due is None:  # nothing is trained, and no log begins with a checkpoint
+            return False
+        first = self.settings.first if progress.due is None else progress.due
+        return (last or cohort.everybody_leaves or progress.step >= first) and progress.step != progress.saved
 
     def if_due(self, cohort: Cohort, *, last: bool = False) -> None:
         """Between two steps."""
         self._forget_records()
         if self.is_due(cohort, last=last):
-            step = self._state.progress["step"]
-            faults.at_step(step)
-            cohort.commit(self._operation(cohort, step))
+            faults.at_step(self._state.progress.step)
+            cohort.commit(TakeCheckpoint(self, cohort, self._state.progress.step))
         if cohort.everybody_leaves:
             self.settle(cohort)
 
@@ -96,57 +98,48 @@ class Saver(Resumer):
         """Before all leave: returns when the last checkpoint is there, taken again if who should commit it is lost."""
         progress = self._state.progress
         for again in (False, True):
-            cohort.commit(Operation(kind=Kind.CHECKPOINT, attempt=lambda group: self._flushed()))
-            there = cohort.commit(Operation(kind=Kind.CHECKPOINT, attempt=self._committed))
-            if there or again or "saved" not in progress:
+            cohort.commit(Flush(self))
+            there = cohort.commit(LookForCheckpoint(self))
+            if there or again or not progress.step:
                 return
-            progress["saved"] = None
-            cohort.commit(self._operation(cohort, progress["step"]))
+            progress.saved = None
+            cohort.commit(TakeCheckpoint(self, cohort, progress.step))
 
-    def _flushed(self) -> list[float]:
-        self.flush(LONGEST)
-        return []
-
-    def _committed(self, group: Group) -> list[float]:
-        """The first worker's word that the last checkpoint exists."""
-        if group.rank:
-            return [0.0]
-        self._everywhere.set()  # all have voted that they have written
+    def last_exists(self) -> bool:
+        """Whether the last checkpoint is complete, after waiting for it. All have written their share by now."""
+        self._everywhere.set()
         self.leave()
-        saved = self._state.progress.get("saved")
-        return [float(saved is not None and index.exists(series.folder_of(self.settings.root, saved)))]
+        saved = self._state.progress.saved
+        return saved is not None and index.exists(series.folder_of(self.settings.root, saved))
 
-    def _operation(self, cohort: Cohort, step: int) -> Operation:
-        """A checkpoint as something to vote on; its value is the number of steps to the next one."""
+    def attempt(self, group: Group, step: int) -> float:
+        """Take the snapshot; return the number of steps to the next one, or ``SKIP`` if it cannot be had."""
+        begin = time.monotonic()
+        try:
+            self._snapshot(group, step)
+        except Broken:
+            raise
+        except Exception as e:
+            self._complain(step, e)
+            return SKIP
+        self.costs.save(stall=time.monotonic() - begin)
+        return min(self._steps_to_next(), self._longest or math.inf) if group.rank == 0 else 0.0
 
-        def attempt(group: Group) -> list[float]:
-            begin = time.monotonic()
-            try:
-                self._snapshot(group, step)
-            except Broken:
-                raise
-            except Exception as e:
-                self._complain(step, e)
-                return [SKIP]
-            self.costs.save(stall=time.monotonic() - begin)
-            return [min(self._steps_to_next(), self.longest or math.inf)] if group.rank == 0 else [0.0]
-
-        def apply() -> None:
-            skipped = cohort.result < 0  # somebody could not take part
-            steps = self.settings.first if skipped else int(cohort.result)
-            self._state.progress |= {"saved": step, "due": step + steps}
-            if not skipped:
-                self._start(cohort, step)
-                self._taken.append(step)
-                if self._log is not None and not self._log.usable:
-                    self._log.renew()  # from here on it is whole again
-
-        return Operation(kind=Kind.CHECKPOINT, attempt=attempt, apply=apply)
+    def apply(self, cohort: Cohort, step: int, steps: float) -> None:
+        """All have the snapshot, unless ``steps`` is negative: write it, and note when the next one is due."""
+        skipped = steps < 0  # somebody could not take part
+        self._state.progress.saved = step
+        self._state.progress.due = step + (self.settings.first if skipped else int(steps))
+        if not skipped:
+            self._start(cohort, step)
+            self._taken.append(step)
+            if self._log is not None and not self._log.usable:
+                self._log.renew()  # from here on it is whole again
 
     def _snapshot(self, group: Group, step: int) -> None:
-        if not self.flush(PATIENCE):  # the staging area is still being written from
+        if not self.flush(PATIENCE_SECONDS):  # the staging area is still being written from
             raise CheckpointError("the last one is still being written", hint="a slow disk? save less often")
-        ranks = GroupRanks(group, self._state.model.device)
+        ranks = Texts(group, self._state.model.device)
         self._save = Save(series.folder_of(self.settings.root.absolute(), step), self._state.tree(), ranks)
         self._staged.take(self._save.image)
         self._members = group.generation.workers
@@ -166,7 +159,7 @@ class Saver(Resumer):
         step_seconds, lost_seconds = self.costs.step_seconds, self.costs.lost_seconds
         if step_seconds is None or lost_seconds is None:
             return float(save_interval.FIRST)
-        resumed = self._state.progress.get("resumed", 0)
+        resumed = self._state.progress.resumed
         between = self._seconds() / resumed if resumed else None
         chosen = save_interval.choose(step_seconds=step_seconds, lost_seconds=lost_seconds, between_failures=between)
         self._events.write("interval", steps=chosen.steps, reason=chosen.reason)
@@ -174,7 +167,7 @@ class Saver(Resumer):
 
     def _seconds(self) -> float:
         """How long this run has trained, over all its starts."""
-        return float(self._state.progress.get("seconds", 0.0)) + time.monotonic() - self._born
+        return self._state.progress.seconds + time.monotonic() - self._born
 
     def _carry_out(
         self, save: Save, step: int, cohort: Cohort, written: threading.Event, everywhere: threading.Event
@@ -203,7 +196,7 @@ class Saver(Resumer):
         try:
             self._retire(step)
         except (HoldfastError, OSError) as e:
-            print(f"holdfast: cannot remove old checkpoints: {e}", file=sys.stderr, flush=True)
+            logger.warning("cannot remove old checkpoints: %s", e)
 
     def _retire(self, newest: int) -> None:
         """Newer ones can only be such as could not be resumed from; they are not what is kept."""
@@ -211,14 +204,14 @@ class Saver(Resumer):
         steps = [step for step in series.steps_in(root) if step <= newest]
         for old in series.to_delete(steps, keep=settings.keep, keep_every=settings.keep_every):
             series.delete(root, old)
-        series.clean(root, before=newest, idle=LITTER)
+        series.clean(root, before=newest, idle=LITTER_SECONDS)
 
     def _complain(self, step: int, error: Exception) -> None:
         """A checkpoint that cannot be had is no reason to stop training; silence would be one."""
         if self._log is not None and isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
             self._log.give_up("the disk has no room for a checkpoint")  # its files may be what fills it
         self._events.write("checkpoint-failed", step=step, reason=str(error))
-        print(f"holdfast: no checkpoint of step {step}: {error}; training goes on", file=sys.stderr, flush=True)
+        logger.warning("no checkpoint of step %d: %s; training goes on", step, error)
 
     def flush(self, seconds: float) -> bool:
         """Whether this worker has written its share of the last checkpoint, after waiting for so long."""
@@ -226,6 +219,46 @@ class Saver(Resumer):
 
     def leave(self) -> None:
         """Returns when this worker writes no more."""
-        if self.flush(LONGEST):
+        if self.flush(LONGEST_SECONDS):
             for work in self._works:
-                work.join(LONGEST)
+                work.join(LONGEST_SECONDS)
+
+
+class TakeCheckpoint(Operation):
+    """A checkpoint as an operation: all have taken the snapshot. Its value is the number of steps to the next one."""
+
+    kind: Kind = "checkpoint"
+
+    def __init__(self, saver: Saver, cohort: Cohort, step: int) -> None:
+        self._saver, self._cohort, self._after = saver, cohort, step
+
+    def attempt(self, group: Group) -> list[float]:
+        return [self._saver.attempt(group, self._after)]
+
+    def apply(self, value: float) -> None:
+        self._saver.apply(self._cohort, self._after, value)
+
+
+class Flush(Operation):
+    """Everybody has written its share of the last checkpoint."""
+
+    kind: Kind = "checkpoint"
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def attempt(self, group: Group) -> list[float]:
+        self._saver.flush(LONGEST_SECONDS)
+        return []
+
+
+class LookForCheckpoint(Operation):
+    """The first worker's word whether the last checkpoint exists: 1 or 0."""
+
+    kind: Kind = "checkpoint"
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def attempt(self, group: Group) -> list[float]:
+        return [0.0 if group.rank else float(self._saver.last_exists())]

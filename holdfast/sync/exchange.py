@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from holdfast.sync.peers import AVERAGE_TAG, BALLOT_TAG, MEAN_TAG, Peers
+from holdfast.cluster import tags
+from holdfast.sync.peers import Peers
 
 BUCKET_BYTES = 4 * 2**20  # so that averaging one bucket overlaps with sending the next
 CACHED = 2**15  # elements averaged at a time: they stay in the processor's cache, which is several times quicker
@@ -107,9 +108,9 @@ class Averaging:
         """Send each slice to the replica that averages it; receive the others' values of the own slice."""
         sends = []
         if self._shares[self._peers.rank]:
-            sends = [(rank, bucket.values[rank], AVERAGE_TAG) for rank in self._others]
+            sends = [(rank, bucket.values[rank], tags.AVERAGE) for rank in self._others]
         counted = [rank for rank in self._others if self._shares[rank]]
-        bucket.receives = self._start(sends, [(rank, bucket.rows[rank], AVERAGE_TAG) for rank in counted])
+        bucket.receives = self._start(sends, [(rank, bucket.rows[rank], tags.AVERAGE) for rank in counted])
 
     def _run(self) -> None:
         try:
@@ -131,8 +132,8 @@ class Averaging:
         own = bucket.means[self._peers.rank]
         ranks = [rank for rank, share in enumerate(self._shares) if share]
         _mean([bucket.rows[rank] for rank in ranks], [self._shares[rank] for rank in ranks], own)
-        sends = [(other, own, MEAN_TAG) for other in self._others]
-        return self._start(sends, [(other, bucket.means[other], MEAN_TAG) for other in self._others])
+        sends = [(other, own, tags.MEAN) for other in self._others]
+        return self._start(sends, [(other, bucket.means[other], tags.MEAN) for other in self._others])
 
     def _start(self, sends: list[Any], receives: list[Any]) -> list[Any]:
         """Start transfers, but not of empty slices, of which a tiny buffer has some."""
@@ -193,7 +194,7 @@ class Ballots:
     own ballots have arrived, and need not be kept any more.
     """
 
-    def __init__(self, peers: Peers, tag: int = BALLOT_TAG) -> None:
+    def __init__(self, peers: Peers, tag: int = tags.BALLOT) -> None:
         self.sent = 0  # bytes
         self._peers = peers
         self._tag = tag

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast.cluster import tags
 from holdfast.errors import UsageError
 from holdfast.sync.driver import Driver
 from holdfast.sync.exchange import Ballots
 from holdfast.sync.owner import SyncOperation
-from holdfast.sync.peers import DISTANCE_TAG, Peers, TorchPeers
+from holdfast.sync.peers import Peers, TorchPeers
 from holdfast.sync.policy import Context, Decision, Policy, refuse_talking_layers
 from holdfast.sync.replica import Replica
 from holdfast.sync.report import Report, Totals
@@ -77,7 +78,7 @@ class LoopTraining:
             device=CPU,
         )
         self._driver = Driver(policy, self._replica, self, peers)
-        self._distances = Ballots(peers, DISTANCE_TAG)
+        self._distances = Ballots(peers, tags.DISTANCE)
         self._asked = -1  # the step for which ``_decision`` was made
         self._decision: Decision | None = None  # about the gradients of this step, before its update
         self._averaged: Report | None = None  # of the average of this step's gradients, if there was one
@@ -210,12 +211,11 @@ class LoopTraining:
 
     def commit(self, operation: SyncOperation) -> float:
         """Nobody can be lost here: what was attempted is applied."""
-        values = operation.attempt(self._peers)
-        operation.apply()
-        if not values:
-            return 0.0
-        self._distances.cast(self.step, values)
-        (total,) = self._distances.sums(self.step)
+        values, total = operation.attempt(self._peers), 0.0
+        if values:
+            self._distances.cast(self.step, values)
+            (total,) = self._distances.sums(self.step)
+        operation.apply(total)
         return total
 
     def agree(self, peers: Peers, *, full: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -21,6 +21,8 @@ class Meeting:
 
     An attempt returns this replica's part of the mean squared distance from the mean.
     """
+
+    kind: Literal["sync"] = "sync"
 
     def __init__(self, driver: Driver, owner: Owner, *, full: bool) -> None:
         self.step = driver.step
@@ -57,7 +59,7 @@ class Meeting:
         self._driver.sent += averaging.sent
         return mean
 
-    def apply(self) -> None:
+    def apply(self, value: float) -> None:
         assert self._mean is not None
         self._driver.adopt(self._mean, full=self._everything, since=self._since)
         self.drop()
@@ -71,6 +73,8 @@ class GradientAverage:
 
     If the peers have changed before it is done, it is a full meeting instead: ``meeting``.
     """
+
+    kind: Literal["sync"] = "sync"
 
     def __init__(self, driver: Driver, owner: Owner) -> None:
         self.step = driver.step
@@ -92,9 +96,9 @@ class GradientAverage:
         self._driver.sent += averaging.sent
         return []
 
-    def apply(self) -> None:
+    def apply(self, value: float) -> None:
         if self.meeting is not None:
-            self.meeting.apply()
+            self.meeting.apply(value)
             return
         assert self._mean is not None
         self._driver.replica.set_gradients(self._mean)

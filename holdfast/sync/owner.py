@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 from holdfast.sync.peers import Peers
 
 
 class SyncOperation(Protocol):
-    """Something that all replicas do together. ``step``: how many steps they have made before it."""
+    """Something that all replicas do together: an ``Operation`` that a user's own loop can carry out too."""
 
-    step: int
+    @property
+    def kind(self) -> Literal["sync"]:
+        """What it is among operations."""
+
+    @property
+    def step(self) -> int:
+        """How many steps the replicas have made before it."""
 
     def attempt(self, group: Peers) -> list[float]:
         """Exchanges; changes nothing that lasts. Returns values that are to be added up over all replicas."""
 
-    def apply(self) -> None:
-        """Makes the result of the last attempt this replica's."""
+    def apply(self, value: float) -> None:
+        """Makes the result of the last attempt this replica's. ``value`` is the sum of all replicas' values."""
 
     def drop(self) -> None:
         """Forgets the result of the last attempt."""

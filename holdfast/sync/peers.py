@@ -12,17 +12,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from holdfast.cluster import tags
 from holdfast.cluster.group import Transfer
 from holdfast.cluster.waiter import GRACE, LONGEST, wait_for
 from holdfast.errors import HoldfastError, UsageError
 
 # Tags of messages. Those of one tag arrive in the order in which they were sent.
-AVERAGE_TAG = 5  # values on their way to the replica that averages them
-MEAN_TAG = 6  # means on their way back
-BALLOT_TAG = 7  # numbers on which a policy decides
-UPDATE_TAG = 8  # updates that SSP pushes
-WATCH_TAG = 9  # the last message of a process: it gives up, or is done
-DISTANCE_TAG = 10  # marks and distances of a user's own loop
 
 PATIENCE = 1.0  # seconds of waiting for a peer until a thread watches whether it is gone; most waits are shorter
 FAREWELL = 60.0  # seconds for the last sends to arrive when a loop ends: a slow network needs some
@@ -84,7 +79,7 @@ class TorchPeers:
         # Gloo never ends a receive whose socket breaks in the middle of its message, but it ends one that has not
         # begun. So a receive that nothing is sent to, a watch, shows that its peer has gone.
         others = [peer for peer in range(self.size) if peer != self.rank]
-        self._watches = {peer: self._backend.recv([torch.empty(1)], peer, WATCH_TAG) for peer in others}
+        self._watches = {peer: self._backend.recv([torch.empty(1)], peer, tags.WATCH) for peer in others}
         self._watchers: dict[int, threading.Thread] = {}
         self._gone: set[int] = set()
 
@@ -176,7 +171,7 @@ class TorchPeers:
         works = []
         for peer in self._watches:
             try:
-                works.append(self._backend.send([torch.zeros(1)], peer, WATCH_TAG))
+                works.append(self._backend.send([torch.zeros(1)], peer, tags.WATCH))
             except RuntimeError:  # this peer is the lost one
                 pass
         return works

@@ -18,15 +18,18 @@ import torch
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
-from holdfast.commit.cohort import Cohort, Kind, Operation, refuse_to_differ
+from holdfast.cluster.texts import Texts
+from holdfast.commit.cohort import Cohort
+from holdfast.commit.operation import Begin, refuse_to_differ
 from holdfast.commit.settle import Settlement, account_of
 from holdfast.data.order import BatchedOrder, Batches, Share
 from holdfast.engine.engine import Engine
+from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
+from holdfast.engine.step import TrainingStep
 from holdfast.errors import Broken
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.tree import tree_sum
-from holdfast.run.reports import GroupRanks
 from holdfast.sync.driver import CHANGED, Driver
 from holdfast.sync.owner import SyncOperation
 from holdfast.sync.packed import mark_of, refuse_other_forms
@@ -35,6 +38,18 @@ from holdfast.sync.policy import Context, Decision, Policy
 from holdfast.sync.replica import Replica
 from holdfast.sync.report import Report, Totals
 from holdfast.sync.ssp import heirs
+
+
+class StepTogether(TrainingStep):
+    """A step that all replicas of a run make together: they are equal after it."""
+
+    def __init__(self, training: RunTraining, engine: Engine, progress: Progress) -> None:
+        super().__init__(engine, progress)
+        self._training = training
+
+    def apply(self, value: float) -> None:
+        super().apply(value)
+        self._training.made_together()
 
 
 class RunTraining:
@@ -67,7 +82,7 @@ class RunTraining:
         self._aside: Group | None = None  # while the engine computes as if this replica were the only one
         self._begun = False  # this replica has got a state to train from
         self._loss = 0.0
-        cohort.on_enter = self._enter
+        cohort.on_enter(self._enter)
 
     @property
     def totals(self) -> Totals:
@@ -78,22 +93,14 @@ class RunTraining:
 
     @property
     def step(self) -> int:
-        return int(self._state.progress["step"])
+        return self._state.progress.step
 
     @property
     def sent(self) -> int:
         return self._cohort.sent
 
     def commit(self, operation: SyncOperation) -> float:
-        return self._cohort.commit(
-            Operation(
-                kind=Kind.SYNC,
-                attempt=operation.attempt,
-                apply=operation.apply,
-                drop=operation.drop,
-                step=operation.step,
-            )
-        )
+        return self._cohort.commit(operation)
 
     def agree(self, peers: Peers, *, full: bool) -> None:
         """Raises ``UsageError`` if replicas are at different points of the script, or would send different tensors."""
@@ -116,7 +123,7 @@ class RunTraining:
         workers = group.generation.workers
         before = [] if pushed_among is None else cast(Group, pushed_among).generation.workers
         text = json.dumps({before[rank]: number for rank, number in heard.items()}).encode()
-        told = GroupRanks(group, self._engine.model.device).exchange(text)
+        told = Texts(group, self._engine.model.device).exchange(text)
         found = heirs({worker: json.loads(text) for worker, text in zip(workers, told, strict=True)}, workers)
         return [before.index(lost) for lost, heir in found.items() if heir == workers[group.rank]]
 
@@ -129,12 +136,12 @@ class RunTraining:
         # A worker that got the state in a generation which broke before this call is no newcomer in the next one.
         if begins or generation.workers[group.rank] in settlement.newcomers or not self._begun:
             self._begun = True
-            self._replica.begin(self.step, self._state.progress.get("sync", {}).get("state"))
+            self._replica.begin(self.step, (self._state.progress.sync or {}).get("state"))
             self._note_met(self.step, full=True)
         if isinstance(self._order, BatchedOrder):
             self._order = self._order.for_workers(group.size)
-        self._layout, self._aside = self._engine.layout, None
-        self._engine.order = self._order
+        self._layout = self._engine.layout
+        self._compute_with(group)
         trained = [standing for standing in generation.standings.values() if standing.operation is not None]
         ahead = max((account_of(standing).step for standing in trained), default=0)
         equal = self.step >= ahead and self._is_met(full=True)
@@ -153,31 +160,31 @@ class RunTraining:
                 return layout.shares(count)[role.pipeline]
 
             self._aside = aside(group)
-            self._engine.order = Share(order=self._order, rank=rank, part=part)
-            self._engine.enter(side_by_side(len(self._engine.model.layers), 1), self._aside)
+            alone_with_share = side_by_side(len(self._engine.model.layers), 1)
+            self._engine.enter(alone_with_share, self._aside, order=Share(order=self._order, rank=rank, part=part))
         return self._aside
 
     def compute_together(self) -> None:
         """The engine shares the work with the others again, as steps together and evaluations need it."""
         if self._aside is not None and self._cohort.group is not None:
-            self._aside = None
-            self._engine.order = self._order
-            self._engine.enter(self._layout, self._cohort.group)
+            self._compute_with(self._cohort.group)
+
+    def _compute_with(self, group: Group) -> None:
+        self._aside = None
+        self._engine.enter(self._layout, group, order=self._order)
 
     # --- a step ----------------------------------------------------------------------------------
 
-    def next_step(self, together: Operation, number: int) -> tuple[float, Report]:
-        """Makes step ``number``; returns its loss and what became of the policy's decision.
-
-        ``together`` is the step as an operation of all workers, for the case that the policy wants it so.
-        """
+    def next_step(self) -> tuple[float, Report]:
+        """Make the next step; return its loss and what became of the policy's decision."""
+        number = self.step
         if not self.policy.together(number):
             return self._step_apart(number)
         while self._driver.catching_up:
             self._meet_between()
         self.compute_together()
         before = self._cohort.sent
-        loss = self._cohort.commit(together)
+        loss = self._cohort.commit(StepTogether(self, self._engine, self._state.progress))
         report = Report(synchronised=True, reason="all make this step together", sent=self._cohort.sent - before)
         self._driver.count(report)
         return loss, report
@@ -189,7 +196,7 @@ class RunTraining:
 
     def _step_apart(self, number: int) -> tuple[float, Report]:
         if not self._cohort.begun:
-            self._cohort.commit(Operation(kind=Kind.SYNC, attempt=lambda group: []))  # what survivors hold counts now
+            self._cohort.commit(Begin())
         report = self._update(number) or self._afterwards()
         self._count(report)
         return self._loss, report
@@ -238,7 +245,7 @@ class RunTraining:
 
     def _apply(self, number: int) -> None:
         self._engine.apply(number)
-        self._state.progress["step"] = number + 1
+        self._state.progress.step = number + 1
 
     def _average_gradients(self, decision: Decision) -> Report | None:
         report = self._driver.average_gradients(decision)
@@ -260,12 +267,13 @@ class RunTraining:
 
     def _is_met(self, *, full: bool) -> bool:
         """Whether replicas have met, and are equal, after the step that this one is at."""
-        met = self._state.progress["sync"]
+        met = self._state.progress.sync
+        assert met is not None
         return bool(met["step"] == self.step and (met["full"] or not full))
 
     def _note_met(self, step: int | None, *, full: bool) -> None:
         """``step``: after which replicas are equal; None: each has gone on since the mean was begun."""
-        self._state.progress["sync"] = {"step": step, "full": full, "state": self._replica.tracker.state()}
+        self._state.progress.sync = {"step": step, "full": full, "state": self._replica.tracker.state()}
 
     def settle(self, why: str, *, full: bool = True) -> None:
         """Makes replicas equal for something that needs it (``why``), unless they have met after the same step."""
@@ -280,7 +288,7 @@ class RunTraining:
             worker=cohort.membership.worker,
             generation=cohort.generation,
             step=self.step,
-            full=self._state.progress["sync"]["full"],
+            full=(self._state.progress.sync or {}).get("full"),
             sent=report.sent,
             total=cohort.sent,
             number=self.totals.synchronised,

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from holdfast.checks import whole
+from holdfast.cluster import tags
 from holdfast.errors import UsageError
 from holdfast.sync.packed import Packed
-from holdfast.sync.peers import UPDATE_TAG, Peers
+from holdfast.sync.peers import Peers
 from holdfast.sync.policy import Context, Decision, Policy
 
 Buffers = list[torch.Tensor]
@@ -124,9 +125,9 @@ class Pushes:
         others = list(self._peer)
         for rank in others:
             room = [torch.empty_like(buffer) for buffer in update]
-            works = self._peers.start([], [(rank, buffer, UPDATE_TAG) for buffer in room])
+            works = self._peers.start([], [(rank, buffer, tags.UPDATE) for buffer in room])
             self._peer[rank].expected.put((room, works))
-        self._kept.append(self._peers.send([(rank, buffer, UPDATE_TAG) for rank in others for buffer in update]))
+        self._kept.append(self._peers.send([(rank, buffer, tags.UPDATE) for rank in others for buffer in update]))
         self._wait(self._made - self._staleness)
         return len(others) * sum(buffer.nbytes for buffer in update)
 

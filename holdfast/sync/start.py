@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.cluster import tags
 from holdfast.codec import empty_tensors, flatten, unflatten
 from holdfast.sync.exchange import Ballots
 from holdfast.sync.packed import Packed, mark_of, refuse_other_forms
-from holdfast.sync.peers import AVERAGE_TAG, Peers
+from holdfast.sync.peers import Peers
 
 CPU = torch.device("cpu")  # Gloo sends from its memory
 
@@ -60,6 +61,6 @@ def _copy(peers: Peers, buffers: Sequence[torch.Tensor]) -> None:
     """Overwrite everybody's buffers with rank 0's. Gloo cannot send empty ones."""
     filled = [buffer for buffer in buffers if buffer.numel()]
     if peers.rank == 0:
-        peers.start([(rank, buffer, AVERAGE_TAG) for rank in range(1, peers.size) for buffer in filled], [])
+        peers.start([(rank, buffer, tags.AVERAGE) for rank in range(1, peers.size) for buffer in filled], [])
     else:
-        peers.finish(peers.start([], [(0, buffer, AVERAGE_TAG) for buffer in filled]))
+        peers.finish(peers.start([], [(0, buffer, tags.AVERAGE) for buffer in filled]))

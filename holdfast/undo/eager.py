@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -10,11 +11,17 @@ from holdfast.cluster import faults
 from holdfast.engine.gradients import Bucket
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.update import Terms, Update
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.undo.ledger import Ledger
 from holdfast.words import say_aloud
 
-Undone = Callable[[set[int], set[int]], None]  # units that were taken back, and those that are torn
+
+@dataclass(frozen=True, kw_only=True)
+class Undone:
+    """Units that were taken back, and those that are torn: neither old nor new."""
+
+    units: set[int]
+    torn: set[int]
 
 
 class Eager:
@@ -32,8 +39,8 @@ class Eager:
                 "a hook runs before each step of the optimizer, and there is one for each layer with update='eager'",
                 hint="leave the hook out, or update='commit'",
             )
-        self.on_undo: Undone = lambda undone, torn: None
         self._update = update
+        self._step = 0
         self._ledger = Ledger()
         tied = {id(p) for pair in model.aliases for p in pair}
         self._unit = {p: unit.number for unit in model.units for p in unit.parameters}
@@ -47,6 +54,7 @@ class Eager:
 
     def begin(self, step: int) -> None:
         assert not self._ledger.begun, "a step begins on top of another"
+        self._step = step
         self._update.begin(step)
 
     def summed(self, bucket: Bucket) -> None:
@@ -65,11 +73,11 @@ class Eager:
         self._update.end()
         return terms
 
-    def undo(self) -> None:
-        """Takes back what the current step has done; says what is torn, which nothing can take back."""
+    def undo(self) -> Undone:
+        """Take back what the current step has done; return what was, and what is torn, which nothing can take back."""
         ledger = self._ledger
         if not ledger.begun:
-            return
+            return Undone(units=set(), torn=set())
         undone, torn = self._units(ledger.done), self._units(ledger.torn)
         try:
             if not faults.sabotaged("skip-undo"):
@@ -80,7 +88,9 @@ class Eager:
             say_aloud(str(e))
             undone, torn = set(), undone | torn
         ledger.clear()
-        self.on_undo(undone - torn, torn)
+        if torn and not self._step:  # nobody would notice that it is gone
+            raise HoldfastError("the first step could not be taken back", hint="the run has to begin again")
+        return Undone(units=undone - torn, torn=torn)
 
     def _change(self, parameters: Sequence[nn.Parameter]) -> None:
         if parameters:

@@ -83,7 +83,7 @@ def live(job: Job, layout: Layout) -> Past:
         engine, book = job.engine(), Book()
         engine.log = book
         take_place(engine, layout, group)
-        engine.enter(layout, group, cuts_of(layout))
+        engine.enter(layout, group, logged=cuts_of(layout))
         for step in range(job.steps):
             one_step(engine, group, step)
         return state_of(engine), book

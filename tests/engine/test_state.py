@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from holdfast import codec
+from holdfast.engine.holdings import Holdings
 from holdfast.engine.model import LayeredModel
+from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
 from holdfast.engine.update import Update
 from tests.recovery import parts
@@ -35,7 +37,7 @@ class Tied(nn.Module):
 def make_state(seed: int, **progress: Any) -> State:
     torch.manual_seed(seed)
     model = LayeredModel(Tied(), seed=0, device=torch.device("cpu"))
-    return State(model, Update(model.trainable, lambda ps: torch.optim.AdamW(ps, lr=0.1)), progress)
+    return State(model, Update(model.trainable, lambda ps: torch.optim.AdamW(ps, lr=0.1)), Progress(**progress))
 
 
 def train(state: State, steps: range) -> State:
@@ -58,13 +60,13 @@ def move(source: State, target: State) -> None:
 
 
 def test_a_moved_state_is_the_same_and_goes_on_the_same() -> None:
-    source, target = train(make_state(0, step=3, evaluations={"2/0": 0.5}), range(3)), make_state(1, step=0)
+    source, target = train(make_state(0, step=3, results={"2/0": 0.5}), range(3)), make_state(1, step=0)
     with torch.no_grad():
         source.model.module.scale.add_(1)
     assert source.sha256() != target.sha256()
     move(source, target)
     assert target.sha256() == source.sha256()
-    assert target.progress == {"step": 3, "evaluations": {"2/0": 0.5}}
+    assert target.progress == Progress(step=3, results={"2/0": 0.5})
     assert train(target, range(3, 5)).sha256() == train(source, range(3, 5)).sha256()
 
 
@@ -124,7 +126,7 @@ def test_equal_bytes_under_other_names_or_shapes_have_other_hashes() -> None:
         model = LayeredModel(nn.Sequential(*layers), seed=0, device=torch.device("cpu"))
         for p in model.trainable:
             nn.init.zeros_(p)
-        return State(model, Update(model.trainable, lambda ps: torch.optim.SGD(ps, lr=0.1)), {}).sha256()
+        return State(model, Update(model.trainable, lambda ps: torch.optim.SGD(ps, lr=0.1)), Progress()).sha256()
 
     assert len({of(nn.Linear(2, 3)), of(nn.Linear(3, 2)), of(nn.ReLU(), nn.Linear(2, 3))}) == 3
 
@@ -162,7 +164,7 @@ def test_what_is_not_here_is_neither_read_nor_written() -> None:
         state.read(unit)
     with pytest.raises(AssertionError, match="unit 1 has no memory here"):
         state.write(unit, {})
-    state.is_held = lambda unit: False  # memory whose values never came
+    state._holdings = Holdings([])  # memory whose values never came
     with pytest.raises(AssertionError, match="unit 0 is not here"):
         state.read(state.model.units[0])
     assert state.digests() == {}

@@ -223,7 +223,7 @@ def _watch() -> None:
         if log is not None:
             steps = sorted(log._steps)
             facts = {"bytes": log.bytes, "spilled": log.spilled, "steps": steps, "usable": log.usable}
-            saver._events.write("log", worker=log.name, step=saver._state.progress["step"], **facts)
+            saver._events.write("log", worker=log.name, step=saver._state.progress.step, **facts)
 
     _patch(Saver, "if_due", if_due)
 
@@ -239,7 +239,7 @@ def _slow(seconds: str) -> None:
 def _ready() -> None:
     def if_due(real: Any, saver: Saver, cohort: Any, **rest: Any) -> None:
         real(saver, cohort, **rest)
-        waits = saver._state.progress["step"] == 1 and (time.monotonic() + 5.0)
+        waits = saver._state.progress.step == 1 and (time.monotonic() + 5.0)
         while time.monotonic() < waits and not saver.steps() and cohort._ended < cohort.generation:
             time.sleep(0.005)  # unless somebody is lost, and it never comes
 

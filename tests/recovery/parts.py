@@ -15,10 +15,11 @@ from holdfast.checkpoint import open_checkpoint, save
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.read import read_tensor
 from holdfast.checkpoint.series import folder_of
+from holdfast.cluster.texts import Texts
 from holdfast.engine.model import LayeredModel, Layers
+from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
 from holdfast.engine.update import Update
-from holdfast.run.reports import GroupRanks
 from tests.engine import memory_group
 
 T = TypeVar("T")
@@ -76,21 +77,21 @@ def whole(
     """A state that is held whole, after some steps with made-up gradients."""
     model = LayeredModel(module or plain(seed), seed=0, device=CPU)
     update = Update(model.trainable, OPTIMIZERS[optimizer], schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 2))
-    state = State(model, update, {"step": 0, "label": "a test", "results": {"after 0/0": 0.5}}, exact=exact)
+    state = State(model, update, Progress(label="a test", results={"after 0/0": 0.5}), exact=exact)
     return train(state, steps)
 
 
 def train(state: State, steps: int) -> State:
     """Each parameter's gradient depends on its name's number and the step, so parts train as the whole does."""
     for _ in range(steps):
-        step = state.progress["step"]
+        step = state.progress.step
         for number, p in enumerate(state.model.trainable):
             unit = next(unit for unit in state.model.units if any(p is one for one in unit.parameters))
             generator = torch.Generator().manual_seed(1000 * step + number)
             held = state.model.is_held(unit)
             p.grad = torch.rand(p.shape, generator=generator).to(p.dtype) if held else None
         state.update.apply(step=step)
-        state.progress["step"] = step + 1
+        state.progress.step = step + 1
     return state
 
 
@@ -148,7 +149,7 @@ def save_parts(root: Path, parts: Parts, *, step: int = 3, meddle: Any = None, *
             meddle(rank, state)
 
     def work(group: Any) -> None:
-        save(folder_of(root, step), states[group.rank].tree(), ranks=GroupRanks(group, CPU))
+        save(folder_of(root, step), states[group.rank].tree(), ranks=Texts(group, CPU))
         group.vote(torch.zeros(1))
 
     on_workers(parts.size, work)

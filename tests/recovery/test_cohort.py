@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast.cluster import faults
-from holdfast.commit import cohort, settle
+from holdfast.commit import settle
 from holdfast.recovery import arrange
 from tests.engine.pipelines import Job, Layer, Result, lay, linear, train_alone
 from tests.recovery.town import Fate, Town, assert_trained, random_layout
@@ -40,7 +40,6 @@ def make_town(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(fate: Fate, target: int, layouts: Any = None) -> Town:
         town = Town(JOB, fate, target, layouts or partial(random_layout, LAYERS))
         monkeypatch.setattr(faults, "point", town.point)
-        monkeypatch.setattr(cohort, "form", town.form)
         monkeypatch.setattr(arrange, "lay_out", town.lay_out)
         return town
 

@@ -15,7 +15,7 @@ import torch
 
 from holdfast.cluster import faults
 from holdfast.commit import cohort
-from holdfast.commit.settle import settle
+from holdfast.commit.settle import account_of, settle
 from holdfast.engine import gradients, reduce
 from holdfast.errors import UsageError
 from holdfast.plan.layout import side_by_side
@@ -41,7 +41,6 @@ def make_town(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(fate: Fate, target: int, layouts: Any = None, job: Any = EAGER) -> Town:
         town = Town(job, fate, target, layouts or partial(random_layout, LAYERS))
         monkeypatch.setattr(faults, "point", town.point)
-        monkeypatch.setattr(cohort, "form", town.form)
         monkeypatch.setattr(arrange, "lay_out", town.lay_out)
         monkeypatch.setattr(gradients, "SMALL_BYTES", 64)
 
@@ -69,7 +68,7 @@ def inexact(town: Town) -> bool:
 
 
 def undone(town: Town) -> bool:
-    return any(m.standing.undone for generation in town.generations for m in generation.members)
+    return any(account_of(m.standing).undone for generation in town.generations for m in generation.members)
 
 
 def assert_trained(town: Town, expected: Result) -> None:
@@ -132,7 +131,9 @@ def test_if_all_keep_what_they_have_undone_replicas_differ(make_town: Any, monke
     """The control. Undoing is the same on all workers here, so that one has to be given another rounding."""
 
     def keeps(standings: Any) -> Any:
-        return settle({w: replace(s, undone=()) for w, s in standings.items()})
+        return settle(
+            {w: replace(s, payload=replace(account_of(s), undone=()).to_json()) for w, s in standings.items()}
+        )
 
     def rounds(optimizer: Any, grads: Any, *, first: Any) -> None:
         undo_step(optimizer, grads, first=first)
@@ -161,7 +162,7 @@ def refusing(*workers: str) -> Any:
 def test_a_torn_layer_comes_from_a_replica(make_town: Any, expected: Result) -> None:
     town = run(make_town(at(*((f"0.{i}", "unlucky", 3) for i in range(3))), 3, side, refusing("0.0")), 3)
     assert_trained(town, expected)
-    held = [m.standing.held for m in town.generations[1].members]
+    held = [account_of(m.standing).held for m in town.generations[1].members]
     assert held[0] == held[1], "it had voted: it tried to undo later"
     assert len(town.trained) == 3
 

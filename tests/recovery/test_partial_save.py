@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.checkpoint import load, open_checkpoint, save
 from holdfast.checkpoint.objects import Absent, Partial, describe
 from holdfast.checkpoint.read import read_tensor
+from holdfast.engine.holdings import Holdings
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError, UsageError
 from tests.recovery.parts import LAYERS, OPTIMIZERS, PARTS, Parts, bytes_in, holds_nan, plain, save_parts, whole
@@ -46,7 +47,7 @@ def test_parts_save_what_the_whole_saves(tmp_path: Path, parts: Parts, optimizer
 
 def test_control_a_filler_that_is_taken_for_a_weight_is_seen_here(tmp_path: Path) -> None:
     def lie(rank: int, state: State) -> None:
-        state.is_held = lambda unit: True
+        state._holdings = Holdings(range(100))
 
     assert holds_nan(save_parts(tmp_path, Parts([range(5)]), meddle=lie))
 
@@ -54,7 +55,7 @@ def test_control_a_filler_that_is_taken_for_a_weight_is_seen_here(tmp_path: Path
 def test_a_filler_beside_a_real_copy_is_refused(tmp_path: Path) -> None:
     def lie(rank: int, state: State) -> None:
         if rank:
-            state.is_held = lambda unit: True
+            state._holdings = Holdings(range(100))
 
     with pytest.raises((UsageError, CheckpointError), match="workers 0 and 1 have different values of model/"):
         save_parts(tmp_path, Parts([range(5), range(5, 7)]), meddle=lie)
@@ -66,7 +67,7 @@ def test_memory_whose_values_never_came_is_not_saved(tmp_path: Path) -> None:
     def break_off(rank: int, state: State) -> None:
         held = {unit.number for unit in state.model.units if state.model.is_held(unit)}
         state.model.hold(range(LAYERS))
-        state.is_held = lambda unit: unit.number in held
+        state._holdings = Holdings(held)
 
     found = save_parts(tmp_path / "a", PARTS[1], meddle=break_off)
     assert bytes_in(found) == bytes_in(save_parts(tmp_path / "b", PARTS[0]))

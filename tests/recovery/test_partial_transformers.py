@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_model
 
 from holdfast.checkpoint import load, open_checkpoint, save
+from holdfast.cluster.texts import Texts
 from holdfast.engine.layers_of import layers_of
 from holdfast.run.gather import gather_sha256, write_model
-from holdfast.run.reports import GroupRanks
 from tests.engine.hf.models import build
 from tests.recovery.parts import CPU, OPTIMIZERS, Parts, bytes_in, holds_nan, keep, on_workers, whole
 
@@ -26,7 +26,7 @@ def test_parts_are_the_whole(tmp_path: Path, name: str) -> None:
 
     def work(group: Any) -> str:
         state = states[group.rank]
-        save(tmp_path / "parts", state.tree(), ranks=GroupRanks(group, CPU))
+        save(tmp_path / "parts", state.tree(), ranks=Texts(group, CPU))
         write_model(group, state.model, PARTS, tmp_path / "model.safetensors")
         group.vote(torch.zeros(1))
         return gather_sha256(group, state)

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from holdfast.cluster import faults
-from holdfast.commit import cohort
-from holdfast.commit.cohort import Cohort, Kind, Operation
+from holdfast.commit.cohort import Cohort
+from holdfast.commit.operation import End
 from holdfast.engine import again
 from holdfast.engine.pipe import describe
+from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
+from holdfast.engine.step import TrainingStep
 from holdfast.engine.update import Terms
 from holdfast.log.log import Log, LogSettings
 from holdfast.log.spill import Damaged
@@ -31,7 +33,7 @@ from holdfast.recovery.replay import Replayer
 from holdfast.run.saving import Saver, Settings
 from tests.engine.memory_group import MemoryGroup, Network
 from tests.engine.pipelines import CPU, Job, Layer, Result, lay, linear, train_alone
-from tests.recovery.town import Fate, Town, Voice, assert_trained, random_layout, step_of
+from tests.recovery.town import Fate, Town, Voice, assert_trained, random_layout
 
 LAYERS, STEPS = 5, 6
 
@@ -59,20 +61,20 @@ class LoggedTown(Town):
     def _script(self, name: str, engine: Any) -> None:
         log = Log(LogSettings(folder=self.folder / "log", memory=self.memory), name=name, say=self.words.append)
         engine.log = log
-        progress: dict[str, Any] = {"step": 0, "results": {}, "label": "a test"}
-        state = State(engine.model, engine.update, progress)
+        progress = Progress(label="a test")
+        state = State(engine.model, engine.update, progress, holdings=engine.holdings)
         saver = Saver(Settings(root=self.folder, every=self.every), state, self, log)  # type: ignore[arg-type]
         replayer = Replayer(engine, state, log, saver, self)  # type: ignore[arg-type]
         arranger = Arranger(engine, state, self, Wishes(stages=1), saver, replayer)  # type: ignore[arg-type]
         voice = Voice(name, self)
         voice.doing = lambda operation, kind: self.doing(voice, operation, kind)  # type: ignore[method-assign]
-        members = Cohort(voice, arranger, CPU, self, resumable=True)  # type: ignore[arg-type]
+        members = Cohort(voice, arranger, CPU, self, connect=self.form)  # type: ignore[arg-type]
         try:
             members.boundary()
-            while progress["step"] < self.job.steps:
+            while progress.step < self.job.steps:
                 saver.if_due(members)
-                number = progress["step"]
-                members.commit(step_of(engine, progress))
+                number = progress.step
+                members.commit(TrainingStep(engine, progress))
                 self.after_step(name, number)
                 saver.if_due(members)
                 self.settle(saver)
@@ -80,7 +82,7 @@ class LoggedTown(Town):
                     self.wait_for_checkpoint(saver)
                 members.boundary()
             saver.if_due(members, last=True)
-            members.commit(Operation(kind=Kind.END, attempt=lambda group: []))
+            members.commit(End())
             saver.leave()
         finally:
             saver._everywhere.set()  # one that is killed waits for nobody
@@ -130,7 +132,6 @@ def make_town(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         town = LoggedTown(JOB, fate, target, layouts)
         town.folder, town.every, town.memory, town.patient = tmp_path / str(next(count)), every, memory, patient
         monkeypatch.setattr(faults, "point", town.point)
-        monkeypatch.setattr(cohort, "form", town.form)
         monkeypatch.setattr(arrange, "lay_out", town.lay_out)
         return town
 
@@ -327,12 +328,12 @@ def test_records_go_when_a_checkpoint_is_durable(make_town: Any, expected: Resul
 
     def settle(saver: Saver) -> None:
         saver.leave()
-        first = saver._state.progress["saved"]
+        first = saver._state.progress.saved
         if threading.current_thread().name == "0.0":
             while first not in saver.steps():
                 pass
         assert saver._log is not None
-        kept.setdefault(saver._state.progress["step"], set()).update(saver._log._steps)
+        kept.setdefault(saver._state.progress.step, set()).update(saver._log._steps)
 
     town.settle = settle
     run(town, 3)

@@ -16,10 +16,10 @@ from holdfast.checkpoint import save
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.series import folder_of
 from holdfast.cluster.events import Events
+from holdfast.cluster.texts import Texts
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError
 from holdfast.recovery.resume import Resumer, Settings, Unfit
-from holdfast.run.reports import GroupRanks
 from tests.recovery.parts import CPU, OPTIMIZERS, PARTS, WIDTH, Parts, keep, on_workers, plain, save_parts, train, whole
 
 
@@ -36,11 +36,11 @@ def resume(root: Path, parts: Parts, **kind: Any) -> list[State]:
         state, held = states[group.rank], []
 
         def hold() -> None:
-            held.append(state.progress["step"])
+            held.append(state.progress.step)
             state.model.hold(parts.layers[group.rank])
 
-        assert resumer(root, state).resume(GroupRanks(group, CPU), hold=hold)
-        assert held[-1] == state.progress["step"]
+        assert resumer(root, state).resume(Texts(group, CPU), hold=hold)
+        assert held[-1] == state.progress.step
         group.vote(torch.zeros(1))
         return state
 
@@ -60,7 +60,7 @@ def test_what_some_parts_saved_other_parts_go_on_from(tmp_path: Path, parts: Par
             unit.number for unit in state.model.units if state.model.is_held(unit)
         }
         assert state.update.settings() == expected.update.settings()
-        assert state.progress["resumed"] == 1
+        assert state.progress.resumed == 1
         for name, buffer in expected.model.module.named_buffers():
             if int(name[0]) in layers:
                 assert torch.equal(state.model.module.get_buffer(name), buffer), f"{name} too, saved by itself or not"
@@ -128,16 +128,16 @@ def damage(root: Path, step: int) -> None:
         data.write_bytes(content)
 
 
-def test_a_damaged_one_is_told_and_all_take_the_one_before(tmp_path: Path, capfd: Any) -> None:
+def test_a_damaged_one_is_told_and_all_take_the_one_before(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
     for step in (3, 5):
         save_parts(tmp_path, PARTS[1], step=step)
     damage(tmp_path, 5)
     states = resume(tmp_path, PARTS[3])
-    assert [state.progress["step"] for state in states] == [3, 3, 3]
+    assert [state.progress.step for state in states] == [3, 3, 3]
     assert whole().combine([state.digests() for state in states]) == whole().sha256()
-    told = capfd.readouterr()
-    assert "cannot resume from step 5" in told.err
-    assert told.out.count("resumed from") == 1, "one says it for all"
+    assert "cannot resume from step 5" in caplog.text
+    assert caplog.text.count("resumed from") == 1, "one says it for all"
 
 
 def test_damage_that_only_one_worker_meets_is_everybodys(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_damage_that_only_one_worker_meets_is_everybodys(tmp_path: Path) -> None
     content[-1] ^= 1
     second.write_bytes(content)
     states = resume(tmp_path, PARTS[1])
-    assert [state.progress["step"] for state in states] == [3, 3]
+    assert [state.progress.step for state in states] == [3, 3]
 
 
 def test_if_all_are_damaged_nobody_starts_afresh(tmp_path: Path) -> None:
@@ -158,9 +158,10 @@ def test_if_all_are_damaged_nobody_starts_afresh(tmp_path: Path) -> None:
         resume(tmp_path, PARTS[1])
 
 
-def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path, capfd: Any) -> None:
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
     assert not resumer(tmp_path / "new", whole()).resume()
-    assert "training starts at step 0" in capfd.readouterr().out
+    assert "training starts at step 0" in caplog.text
 
 
 def other(change: str) -> nn.Sequential:
@@ -212,7 +213,7 @@ def test_workers_that_see_different_checkpoints_of_a_step_do_not_mix_them(tmp_pa
         save_parts(tmp_path / name, PARTS[1])
 
     def work(group: Any) -> bool:
-        return resumer(tmp_path / str(group.rank), states[group.rank]).resume(GroupRanks(group, CPU))
+        return resumer(tmp_path / str(group.rank), states[group.rank]).resume(Texts(group, CPU))
 
     with pytest.raises(CheckpointError, match="sees another checkpoint of step 3"):
         on_workers(2, work)

@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,11 @@ from holdfast.cluster import compose
 from holdfast.cluster.events import Events
 from holdfast.cluster.membership import Generation, Member, Standing, worker_order
 from holdfast.commit import settle
-from holdfast.commit.cohort import Cohort, Kind, Operation
+from holdfast.commit.cohort import Cohort
+from holdfast.commit.operation import End
+from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
+from holdfast.engine.step import TrainingStep
 from holdfast.plan.layout import Layout
 from holdfast.recovery.arrange import Arranger, Wishes
 from tests.engine.memory_group import PATIENCE
@@ -211,18 +213,18 @@ class Town:
             engine.drop()
 
     def _script(self, name: str, engine: Any) -> None:
-        progress: dict[str, Any] = {"step": 0}
-        state = State(engine.model, engine.update, progress)
+        progress = Progress()
+        state = State(engine.model, engine.update, progress, holdings=engine.holdings)
         events = Events(None)
         arranger = Arranger(engine, state, events, Wishes(stages=1), None)
-        cohort = Cohort(Voice(name, self), arranger, CPU, events, resumable=False)
+        cohort = Cohort(Voice(name, self), arranger, CPU, events, connect=self.form)
         cohort.boundary()
-        while progress["step"] < self.job.steps:
-            number = progress["step"]
-            cohort.commit(step_of(engine, progress))
+        while progress.step < self.job.steps:
+            number = progress.step
+            cohort.commit(TrainingStep(engine, progress))
             self.after_step(name, number)
             cohort.boundary()
-        cohort.commit(Operation(kind=Kind.END, attempt=lambda group: []))
+        cohort.commit(End())
 
     def after_step(self, worker: str, step: int) -> None:
         """For tests that let workers come and go."""
@@ -270,18 +272,6 @@ def random_layout(layers: int, size: int, seed: str) -> Layout:
         counts = [stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True)]
         lines.append(([workers.pop() for _ in range(depth)], counts))
     return lay(*lines, size=size)
-
-
-def step_of(engine: Any, progress: dict[str, Any]) -> Operation:
-    """The next step, as a run commits it."""
-    number = progress["step"]
-
-    def apply() -> None:
-        engine.apply(number)
-        progress["step"] = number + 1
-
-    attempt = partial(engine.attempt, number)
-    return Operation(kind=Kind.STEP, attempt=attempt, apply=apply, drop=engine.drop)
 
 
 def assert_trained(town: Town, expected: Result) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.cluster import tags
 from holdfast.cluster.group import Group
 from holdfast.plan.profile import Link
 
@@ -24,7 +25,6 @@ SMALL_TRIPS, LARGE_TRIPS = 20, 4  # trips of one size in a round, for small and 
 LARGE_BYTES = 1 << 20  # from here on a message is large: a trip takes long enough to be timed well
 SLOW_SECONDS = 0.5  # if a message takes longer one way, no larger one is tried: the whole would take minutes
 CLOCK, ECHO = 0, 1  # ranks of the two sides
-MESSAGE_TAG, ORDER_TAG = 1, 2  # tags; 0 is for votes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def clock(group: Group, sizes: tuple[int, ...] = SIZES) -> MeasuredLink:
                 rounds = {smaller: times for smaller, times in rounds.items() if smaller <= size}
                 break
     # The order to end. A vote would prove that it was heard, but nobody needs to know: the other side just leaves.
-    group.start([(ECHO, torch.tensor([0, 0]), ORDER_TAG)], [])
+    group.start([(ECHO, torch.tensor([0, 0]), tags.ECHO_ORDER)], [])
     return summary(rounds)
 
 
@@ -99,14 +99,14 @@ def _timed_trips(group: Group, size: int, count: int) -> list[float]:
     seconds = []
     for _ in range(1 + count):
         begin = time.perf_counter()
-        group.finish(group.start([(ECHO, message, MESSAGE_TAG)], [(ECHO, echo, MESSAGE_TAG)]))
+        group.finish(group.start([(ECHO, message, tags.ECHO)], [(ECHO, echo, tags.ECHO)]))
         seconds.append((time.perf_counter() - begin) / 2)
     return seconds[1:]
 
 
 def _order(group: Group, size: int, count: int) -> None:
     """Tell the other side how large the next messages are and how many come. The vote proves that it has heard."""
-    group.start([(ECHO, torch.tensor([size, count]), ORDER_TAG)], [])
+    group.start([(ECHO, torch.tensor([size, count]), tags.ECHO_ORDER)], [])
     group.vote(torch.zeros(1))
 
 
@@ -114,21 +114,20 @@ def echo(group: Group) -> None:
     """Send back what the rank that runs ``clock`` sends, until it orders the end."""
     order = torch.zeros(2, dtype=torch.int64)
     while True:
-        group.finish(group.start([], [(CLOCK, order, ORDER_TAG)]))
+        group.finish(group.start([], [(CLOCK, order, tags.ECHO_ORDER)]))
         size, count = order.tolist()
         if not 0 < size <= max(SIZES):
             return
         group.vote(torch.zeros(1))
         message = torch.empty(size, dtype=torch.uint8)
         for _ in range(1 + count):
-            group.finish(group.start([], [(CLOCK, message, MESSAGE_TAG)]))
-            group.start([(CLOCK, message, MESSAGE_TAG)], [])
+            group.finish(group.start([], [(CLOCK, message, tags.ECHO)]))
+            group.start([(CLOCK, message, tags.ECHO)], [])
         group.vote(torch.zeros(1))
 
 
 # --- measured in a hurry --------------------------------------------------------------------------
 
-QUICK_MESSAGE_TAG, QUICK_ORDER_TAG = 1_000_000, 1_000_001  # no step is under way; still none of its tags
 QUICK_SIZES = (4, 16 << 10, 256 << 10, 1 << 20)  # bytes
 QUICK_SIZE_SECONDS = 0.01  # to spend on one size, if the fewest trips take no longer
 QUICK_FEWEST, QUICK_MOST = 3, 20  # trips of one size; at least 3 because the first is slow, more than 20 tell nothing
@@ -167,25 +166,25 @@ def _quick_trips(group: Group, other: int, device: torch.device | None) -> dict[
             trips = 1
         elif expected:
             trips = max(QUICK_FEWEST, min(QUICK_MOST, int(QUICK_SIZE_SECONDS / expected)))
-        group.start([(other, torch.tensor([size, trips], device=device), QUICK_ORDER_TAG)], [])
+        group.start([(other, torch.tensor([size, trips], device=device), tags.ECHO_ORDER)], [])
         message, echo = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         for _ in range(trips):
             begin = time.perf_counter()
-            group.finish(group.start([(other, message, QUICK_MESSAGE_TAG)], [(other, echo, QUICK_MESSAGE_TAG)]))
+            group.finish(group.start([(other, message, tags.ECHO)], [(other, echo, tags.ECHO)]))
             one_way = (time.perf_counter() - begin) / 2
             seconds[size] = min(seconds.get(size, one_way), one_way)
-    group.start([(other, torch.tensor([0, 0], device=device), QUICK_ORDER_TAG)], [])
+    group.start([(other, torch.tensor([0, 0], device=device), tags.ECHO_ORDER)], [])
     return seconds
 
 
 def _quick_echo(group: Group, clock: int, device: torch.device | None) -> None:
     order = torch.zeros(2, dtype=torch.int64, device=device)
     while True:
-        group.finish(group.start([], [(clock, order, QUICK_ORDER_TAG)]))
+        group.finish(group.start([], [(clock, order, tags.ECHO_ORDER)]))
         size, trips = order.tolist()
         if not size:
             return
         message = torch.empty(size, dtype=torch.uint8, device=device)
         for _ in range(trips):
-            group.finish(group.start([], [(clock, message, QUICK_MESSAGE_TAG)]))
-            group.start([(clock, message, QUICK_MESSAGE_TAG)], [])
+            group.finish(group.start([], [(clock, message, tags.ECHO)]))
+            group.start([(clock, message, tags.ECHO)], [])

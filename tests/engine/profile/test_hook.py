@@ -48,12 +48,12 @@ def test_a_run_that_was_measured_is_used_up(use: Callable[[Run, Path], object], 
     use(other, tmp_path / "model.safetensors")  # a run that nobody measured is as ever
 
 
-def test_before_it_is_measured_nothing_is_written_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_it_is_measured_nothing_is_written_either(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, target = make_run(linear()), tmp_path / "first.safetensors"
     with instead_of_training(lambda run: None):
         assert run.evaluate(DATA) > 0
         run.save_model(target)
-    assert "first.safetensors is not written: the script is only measured" in capsys.readouterr().err
+    assert "first.safetensors is not written: the script is only measured" in caplog.text
     assert not target.exists()
     run.save_model(target)
     assert target.exists()

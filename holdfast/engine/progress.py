@@ -1,0 +1,36 @@
+"""Where a run is: what a joiner has to be told, and a checkpoint has to keep, beside layers and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The same on every worker whenever an operation is committed.
+
+    >>> progress = Progress(step=3)
+    >>> progress.take(Progress(step=4, saved=2).to_json())
+    >>> progress.step, progress.saved
+    (4, 2)
+    """
+
+    step: int = 0  # how many steps are committed; where replicas train apart, this one's
+    label: str = ""  # the settings of the run, in words
+    results: dict[str, Any] = field(default_factory=dict)  # evaluations and hashes that a joiner has missed
+    profile: dict[str, Any] | None = None  # what the layers cost, as ``plan.profile.Profile`` writes it
+    saved: int | None = None  # the step of the last checkpoint
+    due: int | None = None  # the step of the next one; None: not decided yet
+    resumed: int = 0  # how often the run was resumed
+    seconds: float = 0.0  # trained before this start
+    sync: dict[str, Any] | None = None  # when replicas that train apart last met, and what their policy knows
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all that is set, as plain values; ``take`` reads them."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Become what ``to_json`` gave elsewhere. Raises ``TypeError`` on fields that are not known."""
+        self.__dict__.update(vars(Progress(**values)))
