@@ -16,6 +16,7 @@ FEW = 3  # scenarios of a soak; with more of them all sweeps are complete
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--history", type=int, default=None, help="one history of tests/world, by its number")
     parser.addoption(
         "--soak",
         type=int,

@@ -172,6 +172,7 @@ class Agent:
         while True:
             slots = 0 if self._leaving else self._slots
             hello = {"role": "agent", "host": self.host, "slots": slots, "begun": self._begun}
+            hello["finished"] = self.finishing  # a worker may have ended while nobody could be told
             try:
                 # Not for minutes, as TCP would try: the way to it may be free again before.
                 connecting = wire.connect(self.address, self.settings.token, hello)
@@ -304,7 +305,8 @@ class Agent:
         """A worker of this machine is gone: tell, and replace it if it is still needed."""
         if worker.orphan and self.finishing:
             code = 0  # nobody could tell its exit code, and it had nothing left to do
-        self._tell({"type": "exit", "worker": worker.name, "code": code, "cause": cause, "error": worker.error})
+        report = {"type": "exit", "worker": worker.name, "code": code, "cause": cause, "error": worker.error}
+        self._tell(report | {"finished": code == 0 and not self._leaving})
         if worker.error is not None and worker.error["final"] and self._writer is None:
             self._end(code, worker.error["text"])  # nobody to judge it: the coordinator is gone
         if code == 0 and not self._leaving:

@@ -26,7 +26,7 @@ class RosterSettings:
     maximum_hosts: int = 1
     heartbeat_timeout: float = 5.0  # seconds of silence after which a peer counts as lost
     patience: float = 30.0  # seconds to wait for missing hosts
-    first_host: int = 0  # higher after each restart: a number is never given twice
+    first_host: int = 0  # more than 0 after a restart of the coordinator: a number is never given twice
 
 
 class Generations:
@@ -50,6 +50,7 @@ class Generations:
         self._breaking = False  # the generation is over, and its members are being called back
         self._called: set[str] = set()  # those who were told so
         self._invited: set[str] = set()  # those who were told that somebody waits to join
+        self._announced = 0  # the newest generation that was formed here, and not before our restart
         self._recovered = 0  # the newest generation that has committed something
         self._last_words: tuple[float, str] | None = None  # when the run ends, and why
         self._lost: list[tuple[str, float]] = []  # whose loss the next generation recovers from, and when
@@ -101,10 +102,12 @@ class Generations:
     def _try_first(self) -> None:
         names = self._waiting()
         readiness = self._readiness(names)
-        if readiness.ready and self._begun:  # we are restarted: those who hold the state may yet report
-            if self._now - self._born > self.settings.heartbeat_timeout:
-                self._begin_again(names, "coordinator and workers were lost together")
-        elif readiness.ready:
+        restarted = self._begun or self.settings.first_host > 0
+        if not readiness.ready or (restarted and self._now - self._born <= self.settings.heartbeat_timeout):
+            return  # after our own restart those who hold the state may yet report
+        if self._begun:
+            self._begin_again(names, "coordinator and workers were lost together")
+        else:
             self._begin(names, readiness.reason)
 
     def _readiness(self, names: Iterable[str]) -> compose.Readiness:
@@ -193,6 +196,7 @@ class Generations:
             worker.standing, worker.fresh = None, False
         self.generation = Generation(number=number, members=tuple(members), reason=reason)
         self._breaking = False
+        self._announced = number
         self._called.clear()
         self._invited.clear()
         self._begun = True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.cluster import compose
 from holdfast.cluster.generations import Generations, RosterSettings
-from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Standing
+from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Standing, worker_order
 from holdfast.cluster.register import Host, Peer, Sent, Worker
 from holdfast.cluster.watch import Watch
 from holdfast.cluster.wire import Message
@@ -56,6 +56,7 @@ class Roster(Generations):
         super().__init__(settings, judge=judge, now=now)
         self._watch = Watch(timeout=settings.heartbeat_timeout, patience=settings.patience, now=now)
         self._errors: list[str] = []  # the last line of each error that ended a worker
+        self._exits: dict[str, bool] = {}  # workers that ended with code 0, and whether their scripts were over
         self._next_host = settings.first_host
 
     @property
@@ -132,6 +133,8 @@ class Roster(Generations):
         host = Host(connection=connection, heard=self._now, number=number, slots=hello["slots"])
         self._register.add(host)
         self._begun = self._begun or hello["begun"]
+        if hello["finished"]:
+            self.finish()
         self._register.send(host.connection, {"type": "welcome", "host": number})
         self._register.log("host", host=number, slots=host.slots)
         self.advance()
@@ -161,6 +164,8 @@ class Roster(Generations):
             self.finish()
         if known is not None:
             self._remember(known)
+            # Another member may wait for an address that was lost with its old connection.
+            self._breaking = self._breaking or (known.number == self._announced > self._recovered)
         if worker.standing is not None:
             self.show_standing(worker, worker.standing, known.number if known is not None else 0)
         self.advance()
@@ -194,10 +199,16 @@ class Roster(Generations):
     # --- going -----------------------------------------------------------------------------------
 
     def _disconnected(self, peer: Peer) -> None:
-        """A closed connection is a death, unless we were the one who did not answer."""
+        """A closed connection is a death if nobody is left who could tell.
+
+        Else it may be the network's fault, or our own if we did not answer: the agent knows whether the process has
+        ended, and says so at once. A worker that lives connects again, and nobody else has noticed.
+        """
         if isinstance(peer, Host):
             self._host_gone(peer, "connection lost")
-        elif self._watch.is_dazed(self._now):
+        elif peer.name in self._exits:
+            self._ended_well(peer.name)
+        elif self._watch.is_dazed(self._now) or worker_order(peer.name)[0] in self.hosts:
             self.absent[peer.name] = self._now
         else:
             self._worker_gone(peer.name, "connection lost")
@@ -225,8 +236,11 @@ class Roster(Generations):
         """An agent saw one of its workers end; its connection may or may not have been closed yet."""
         self._register.log("exit", **{k: v for k, v in report.items() if k != "type"})
         worker, error = self.workers.get(report["worker"]), report["error"]
-        if worker is not None and report["code"] == 0 and error is None:
-            return  # its last words may still be on its own line: a farewell, or the end of it, which tells the rest
+        if report["code"] == 0 and error is None:
+            self._exits[report["worker"]] = report["finished"]
+            if report["worker"] not in self.workers:  # else its last words may still be on its own line
+                self._ended_well(report["worker"])
+            return
         if worker is not None:
             self._register.hang_up(worker.connection)
         if worker is not None or report["worker"] in self.absent:
@@ -238,6 +252,15 @@ class Roster(Generations):
                 self.stop(error["code"], error["text"])
             return
         self._judge_error(report["worker"], error)
+
+    def _ended_well(self, name: str) -> None:
+        """A member ended with code 0, and its farewell, if it said one, was lost with its line."""
+        if self._exits[name] and name in self.members:
+            self.absent.pop(name, None)
+            self.finish()
+            self.advance()
+        elif name in self.members:
+            self._worker_gone(name, "it has ended")
 
     def _judge_error(self, name: str, error: Message) -> None:
         last = error["text"].strip().splitlines()[-1]

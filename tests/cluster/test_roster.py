@@ -23,7 +23,7 @@ class Table:
         self.now = 0.0
         self.sent: list[Sent] = []
         self.roster = Roster(RosterSettings(**settings), judge=judge, now=0.0)
-        self.connect(100, role="agent", host=None, slots=workers, begun=False)
+        self.connect(100, role="agent", host=None, slots=workers, begun=False, finished=False)
         for number in range(workers):
             self.worker(number)
 
@@ -51,6 +51,10 @@ class Table:
 
     def close(self, connection: int) -> list[Sent]:
         return self._step(Disconnected(connection=connection))
+
+    def die(self, number: int) -> list[Sent]:
+        """A worker is killed: its line closes, and its agent says so."""
+        return self.close(number) + self.hear(100, "exit", **report(f"0.{number}", -9))
 
     def wait(self, seconds: float, *beating: int) -> list[Sent]:
         """Let time pass, deadline by deadline, while these connections give signs of life."""
@@ -89,7 +93,7 @@ def test_a_loss_calls_each_member_back_once() -> None:
     """However many standings and signs of life come in meanwhile."""
     size = 20
     table = Table(size)
-    sent = table.close(0)
+    sent = table.die(0)
     for number in range(1, size - 1):
         sent += table.show(number, operation=5, broken=True)
         sent += table.wait(1.0, *range(1, size), 100)
@@ -102,7 +106,7 @@ def test_a_loss_calls_each_member_back_once() -> None:
 
 def test_who_reconnects_is_called_again() -> None:
     table = Table(3)
-    table.close(0)
+    table.die(0)
     assert table.roster.generation is not None
     known = table.roster.generation.to_json()
     sent = table.worker(1, connection=11, standing=None, generation=known)
@@ -112,7 +116,7 @@ def test_who_reconnects_is_called_again() -> None:
 
 def test_members_are_invited_once_to_let_somebody_join() -> None:
     table = Table(2)
-    table.close(1)
+    table.die(1)
     table.show(0, operation=3, broken=True)
     sent = table.worker(2)
     assert to(sent, 0) == ["pause"]
@@ -123,7 +127,8 @@ def test_members_are_invited_once_to_let_somebody_join() -> None:
 
 
 def report(worker: str, code: int, error: Message | None = None) -> Message:
-    return {"worker": worker, "code": code, "cause": f"exited with code {code}", "error": error}
+    words = {"worker": worker, "code": code, "cause": f"exited with code {code}", "error": error}
+    return words | {"finished": code == 0}
 
 
 def test_a_farewell_behind_the_agents_word_is_no_failure() -> None:
@@ -141,6 +146,34 @@ def test_a_worker_that_died_is_a_failure_at_once(code: int) -> None:
     assert (1, HANG_UP) in sent
     assert to(sent, 0) == ["regroup"]
     assert table.close(1) == [], "told once"
+
+
+def test_a_lost_line_is_no_loss_while_an_agent_could_tell() -> None:
+    table = Table(2)
+    table.hear(0, "progress", generation=1, operation=1)
+    assert "failure" not in logged(table.close(1))
+    assert table.roster.generation is not None
+    sent = table.worker(1, connection=11, standing=None, generation=table.roster.generation.to_json())
+    assert to(sent, 0) == to(sent, 11) == [], "nobody has noticed"
+    table.close(11)
+    assert "failure" in logged(table.wait(10.0, 0, 100)), "it did not come back"
+
+
+def test_a_line_that_was_lost_while_a_generation_forms_ends_it() -> None:
+    """Another member may wait for an address that was on it."""
+    table = Table(2)
+    table.close(1)
+    assert table.roster.generation is not None
+    sent = table.worker(1, connection=11, standing=None, generation=table.roster.generation.to_json())
+    assert to(sent, 0) == to(sent, 11) == ["regroup"]
+
+
+def test_a_script_that_ended_while_nobody_could_be_told_is_the_end() -> None:
+    table = Table(2)
+    table.close(1)
+    sent = table.hear(100, "exit", **report("0.1", 0))
+    assert "finished" in logged(sent)
+    assert "failure" not in logged(sent)
 
 
 def test_silence_is_a_loss_and_the_process_is_killed() -> None:
@@ -164,7 +197,7 @@ def test_the_last_words_are_waited_for() -> None:
     table = Table(1)
     table.show(0, operation=2)
     table.hear(0, "progress", generation=2, operation=2)
-    sent = table.close(0)
+    sent = table.die(0)
     assert "stop" not in logged(sent)
     assert table.roster.deadline <= table.now + LAST_WORDS_SECONDS
     assert "stop" in logged(table.wait(2 * LAST_WORDS_SECONDS, 100))
@@ -175,7 +208,7 @@ def test_without_survivors_a_run_with_checkpoints_begins_again() -> None:
     table = Table(1)
     table.show(0, operation=2, resumable=True)
     table.hear(0, "progress", generation=2, operation=2)
-    table.close(0)
+    table.die(0)
     assert to(table.worker(1), 1) == ["generation"]
 
 

@@ -41,7 +41,7 @@ def test_every_so_many_steps_and_at_the_end_and_only_the_newest_are_kept(tmp_pat
     result = run(tmp_path, "a")
     assert result.sha256 == undisturbed(STEPS).sha256, "saving must not change the weights"
     assert series.steps_in(tmp_path / "saved") == [9, 12, 14]
-    assert [e["step"] for e in result.of("checkpoint")] == [3, 6, 9, 12, 14]
+    assert sorted(e["step"] for e in result.of("checkpoint")) == [3, 6, 9, 12, 14]
 
 
 def test_each_worker_writes_its_share_once(tmp_path: Path) -> None:

@@ -1,0 +1,431 @@
+"""The cluster of a world: a coordinator with the real roster, agents, and workers' lines to it. All of it simulated time.
+
+Connections to the coordinator are late, keep their order, and may break. A coordinator that crashes comes back with
+a new roster, and everybody connects again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from holdfast.cluster import wire
+from holdfast.cluster.client import Stopped
+from holdfast.cluster.generations import RosterSettings
+from holdfast.cluster.membership import Generation, Standing
+from holdfast.cluster.register import EVENTS, HANG_UP
+from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
+from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
+from holdfast.commit.settle import judge
+from holdfast.errors import Broken
+from tests.world.fibers import Scheduler
+
+HEARTBEAT = 5.0
+RETRY = 0.05  # simulated seconds between two tries to connect
+REPLACE_AFTER = 2.0  # as the agent's REPLACE_AFTER_SECONDS
+
+Message = dict[str, Any]
+Log = Callable[..., None]
+
+
+class Endpoint(Protocol):
+    """The far end of a line: an agent or a worker."""
+
+    def hello(self) -> Message: ...
+
+    def hear(self, message: Message) -> None: ...
+
+    def disconnected(self) -> None: ...
+
+
+class Line:
+    """A connection to the coordinator, seen from the far end."""
+
+    def __init__(self, coordinator: Coordinator, end: Endpoint, number: int) -> None:
+        self._coordinator, self._end, self.number = coordinator, end, number
+        self._last = {"up": 0.0, "down": 0.0}
+        self.closed = False
+
+    def _later(self, way: str, callback: Callable[[], None]) -> None:
+        scheduler = self._coordinator.scheduler
+        self._last[way] = max(self._last[way], scheduler.now + self._coordinator.latency())
+        scheduler.later(self._last[way] - scheduler.now, lambda: None if self.closed else callback())
+
+    def send(self, message: Message) -> None:
+        """From the far end to the coordinator."""
+        self._later("up", lambda: self._coordinator.step(Heard(connection=self.number, message=_copy(message))))
+
+    def deliver(self, message: Message) -> None:
+        """From the coordinator to the far end."""
+        self._later("down", lambda: self._end.hear(_copy(message)))
+
+    def hang_up(self) -> None:
+        """The coordinator closes it, after what it has said."""
+        self._later("down", self.lose)
+
+    def end(self) -> None:
+        """The process at the far end is gone; what it has sent still arrives."""
+        self._later("up", self.lose)
+
+    def lose(self) -> None:
+        """It breaks: both sides notice, each when it does."""
+        if not self.closed:
+            self.closed = True
+            self._coordinator.lost(self)
+            self._end.disconnected()
+
+
+def _copy(message: Message) -> Message:
+    return wire.decode(wire.encode(message))
+
+
+class Coordinator:
+    """Hosts the roster, as ``cluster.coordinator`` does."""
+
+    def __init__(self, scheduler: Scheduler, log: Log, latency: Callable[[], float], **settings: Any) -> None:
+        self.scheduler, self.latency = scheduler, latency
+        self._log, self._settings = log, settings
+        self._lines: dict[int, Line] = {}
+        self._numbers = 0
+        self._starts = 0
+        self._timer = 0  # the number of the newest timer: older ones are void
+        self.roster: Roster | None = None
+        self.over = False
+        self.start()
+
+    def start(self) -> None:
+        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, first_host=1000 * self._starts, **self._settings)
+        self._starts += 1
+        self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
+        self._set_timer()
+
+    def crash(self, seconds: float) -> None:
+        """All connections break; another coordinator takes its place later."""
+        if self.over:
+            return
+        self._log("coordinator-restart")
+        self.roster = None
+        for line in list(self._lines.values()):
+            line.lose()
+        self.scheduler.later(seconds, self.start)
+
+    def connect(self, end: Endpoint) -> Line | None:
+        """A new connection; None while there is no coordinator."""
+        if self.roster is None or self.over:
+            return None
+        line = Line(self, end, self._numbers)
+        self._numbers += 1
+        self._lines[line.number] = line
+        hello = _copy(end.hello())
+        line._later("up", lambda: self.step(Connected(connection=line.number, hello=hello)))
+        return line
+
+    def lost(self, line: Line) -> None:
+        self._lines.pop(line.number, None)
+        if self.roster is not None:
+            number = line.number
+            self.scheduler.later(self.latency(), lambda: self.step(Disconnected(connection=number)))
+
+    def step(self, event: Event) -> None:
+        roster = self.roster
+        if roster is None:
+            return
+        for recipient, message in roster.step(event, self.scheduler.now):
+            if recipient == EVENTS:
+                assert message["event"] != "protocol-error", message
+                self._log(**message)
+            elif recipient in self._lines:
+                line = self._lines[recipient]
+                line.hang_up() if message is HANG_UP else line.deliver(message)
+        if roster.stopped:
+            self.over = True
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        assert self.roster is not None
+        self._timer += 1
+        number, roster = self._timer, self.roster
+
+        def tick() -> None:
+            if number == self._timer and roster is self.roster and not self.over:
+                self.step(Tick())
+
+        self.scheduler.later(max(0.0, roster.deadline - self.scheduler.now), tick)
+
+
+class Store:
+    """Where the members of a generation leave their addresses, by way of the coordinator."""
+
+    def __init__(self, scheduler: Scheduler, push: Callable[[str, bytes], None]) -> None:
+        self._scheduler, self._push = scheduler, push
+        self.values: dict[str, bytes] = {}
+        self.closed = False
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+        self._push(key, value)
+
+    def take(self, key: str) -> bytes:
+        self._scheduler.wait(lambda: key in self.values or self.closed)
+        if key not in self.values:
+            raise Broken("the generation ended while it formed")
+        return self.values[key]
+
+
+class Client:
+    """``Membership`` of a simulated worker: the real ``Seat`` on a simulated line."""
+
+    def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
+        self.worker = name
+        self.seat = Seat(worker=name, address="", host=host, label="a world")
+        self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
+        self._line: Line | None = None
+        self._heard = 0.0
+        self._stores: dict[int, Store] = {}
+        self._held_back: list[Callable[[], None]] = []  # what came in while the process was stopped
+        self._on_break: Callable[[int], None] = lambda number: None
+        self._connect()
+        self._beat()
+
+    # --- the line --------------------------------------------------------------------------------
+
+    def hello(self) -> Message:
+        return self.seat.hello()
+
+    def _connect(self) -> None:
+        if self._process.dead or self._line is not None:
+            return
+        if not self._process.frozen:
+            self._line = self._coordinator.connect(self)
+            self._heard = self._scheduler.now
+        if self._line is None:
+            self._scheduler.later(RETRY, self._connect)
+
+    def _beat(self) -> None:
+        if self._process.dead:
+            return
+        if not self._process.frozen and self._line is not None:
+            if self._scheduler.now - self._heard > HEARTBEAT:
+                self.drop_line()
+            else:
+                self._line.send(self.seat.beat())
+        self._scheduler.later(HEARTBEAT / 5, self._beat)
+
+    def _send(self, message: Message) -> None:
+        if self._line is not None and not self._process.dead:
+            self._line.send(message)
+
+    def drop_line(self) -> None:
+        """The connection to the coordinator breaks."""
+        if self._line is not None:
+            self._line.lose()
+
+    def end(self) -> None:
+        """The process is gone."""
+        if self._line is not None:
+            self._line.end()
+
+    def disconnected(self) -> None:
+        self._line = None
+        if self._process.dead:
+            return
+        self._over(self.seat.disconnected())
+        self._scheduler.later(RETRY, self._connect)
+
+    def hear(self, message: Message) -> None:
+        if self._process.dead:
+            return
+        if self._process.frozen:
+            self._held_back.append(lambda: self.hear(message))
+            return
+        self._heard = self._scheduler.now
+        news = self.seat.hear(message)
+        if isinstance(news, Next):
+            self._store(news.generation.number)
+        elif isinstance(news, Value):
+            self._store(news.generation).values[news.key] = news.value
+        elif isinstance(news, Over):
+            self._over(news)
+        elif isinstance(news, Stop) and not news.waits:
+            self._process.end(news.code)
+
+    def thawed(self) -> None:
+        """The process runs again: what came in meanwhile is read now."""
+        waiting, self._held_back = self._held_back, []
+        for each in waiting:
+            each()
+
+    def _over(self, news: Over | None) -> None:
+        if news is not None:
+            if news.number in self._stores:
+                self._stores[news.number].closed = True
+            self._on_break(news.number)
+
+    def _store(self, number: int) -> Store:
+        if number not in self._stores:
+            self._stores[number] = Store(
+                self._scheduler, lambda key, value: self._send(self.seat.put(number, key, value))
+            )
+        return self._stores[number]
+
+    # --- the contract ----------------------------------------------------------------------------
+
+    def regroup(self, standing: Standing) -> Generation:
+        before = self.seat.number
+        self._send(self.seat.show(standing))
+        self._scheduler.wait(lambda: self.seat.stopped is not None or self.seat.number > before)
+        if self.seat.stopped is not None:
+            raise Stopped(self.seat.stopped.code)
+        assert self.seat.generation is not None
+        return self.seat.generation
+
+    def store(self, generation: Generation) -> Store:
+        return self._store(generation.number)
+
+    def on_break(self, callback: Callable[[int], None]) -> None:
+        self._on_break = callback
+
+    def wishes(self) -> tuple[bool, bool]:
+        return self.seat.wishes()
+
+    def doing(self, operation: int, kind: str) -> None:
+        self.seat.doing = (operation, kind)
+
+    def formed(self) -> None:
+        self.seat.formed()
+
+    def progressed(self, generation: Generation, operation: int) -> None:
+        self._send(self.seat.progressed(generation.number, operation))
+
+    def finished(self) -> None:
+        self._send(self.seat.finished())
+
+    def bye(self) -> None:
+        self._send({"type": "bye"})
+
+
+class Agent:
+    """One machine: starts workers and replaces lost ones, as ``cluster.agent`` does."""
+
+    def __init__(self, world: Any, coordinator: Coordinator, slots: int) -> None:
+        self._world, self._coordinator, self._scheduler = world, coordinator, coordinator.scheduler
+        self._slots, self._serial = slots, 0
+        self._line: Line | None = None
+        self.host: int | None = None
+        self.code: int | None = None  # how it ended
+        self.workers: dict[str, Any] = {}
+        self._said_bye = False
+        self._begun = self._finishing = self.leaving = self._recovered = False
+        self._replacements: list[float] = []  # when each is started at the latest
+        self._connect()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, and could say so."""
+        return self.code is not None and (self._said_bye or self._coordinator.over)
+
+    def hello(self) -> Message:
+        slots = 0 if self.leaving else self._slots
+        words = {"role": "agent", "host": self.host, "slots": slots}
+        return words | {"begun": self._begun, "finished": self._finishing}
+
+    def _connect(self) -> None:
+        if self.is_over:
+            return
+        self._line = self._coordinator.connect(self)
+        if self._line is None and not self._coordinator.over:
+            self._scheduler.later(RETRY, self._connect)
+
+    def disconnected(self) -> None:
+        self._line = None
+        self._scheduler.later(RETRY, self._connect)
+
+    def _tell(self, message: Message) -> None:
+        if self._line is not None:
+            self._line.send(message)
+
+    def hear(self, message: Message) -> None:
+        kind = message["type"]
+        if self.code is not None:  # its farewell was lost with an earlier coordinator
+            self._say_bye()
+            return
+        if kind == "beat":
+            self._tell({"type": "beat"})
+        elif kind == "welcome" and self.host is None:
+            self.host = message["host"]
+            for _ in range(self._slots):
+                self._start()
+        elif kind == "generation":
+            self._begun = True
+        elif kind == "recovered":
+            self._recovered = True
+            self._replace()
+        elif kind == "finishing":
+            self._finishing = True
+        elif kind == "kill" and message["worker"] in self.workers:
+            self.workers[message["worker"]].kill()
+        elif kind == "stop":
+            self._told_to_stop(message["code"])
+
+    def _told_to_stop(self, code: int) -> None:
+        if code or (self.leaving and not self.workers):
+            self._end(code)
+        else:
+            self._finishing = True
+
+    def _end(self, code: int) -> None:
+        if self.code is None:
+            self.code = code
+            for worker in list(self.workers.values()):
+                worker.kill()
+            self._say_bye()
+
+    def _say_bye(self) -> None:
+        if self._line is not None:
+            self._said_bye = True
+            self._tell({"type": "bye"})
+
+    def leave(self) -> None:
+        """SIGTERM: its workers leave at the next step boundary."""
+        if self.is_over or self.leaving:
+            return
+        self.leaving = True
+        self._replacements.clear()
+        self._tell({"type": "slots", "slots": 0})
+        for worker in self.workers.values():
+            worker.client.seat.leave = True
+            if worker.client.seat.generation is None:
+                worker.end(0)
+        if not self.workers:
+            self._end(0)
+
+    def _start(self) -> None:
+        name = f"{self.host}.{self._serial}"
+        self._serial += 1
+        self.workers[name] = self._world.start(name, self)
+
+    def ended(self, name: str, code: int, error: Message | None) -> None:
+        """One of its workers has ended."""
+        if self.workers.pop(name, None) is None:
+            return
+        report = {"type": "exit", "worker": name, "code": code, "cause": f"ended with {code}", "error": error}
+        report["finished"] = code == 0 and not self.leaving
+        self._tell(json.loads(json.dumps(report)))
+        if code == 0 and not self.leaving:
+            self._finishing = True
+        if code and not self._finishing and not self.leaving and not self.is_over:
+            self._recovered = False
+            wait = 0.0 if code == 75 else REPLACE_AFTER
+            self._replacements.append(self._scheduler.now + wait)
+            self._scheduler.later(wait, self._replace)
+        if not self.workers and (self.leaving or self._finishing):
+            self._end(0)
+        elif not self.workers and not self._replacements:
+            self._tell({"type": "nobody", "reason": "no worker is left"})
+
+    def _replace(self) -> None:
+        for latest in list(self._replacements):
+            if (self._recovered or self._scheduler.now >= latest) and not self._finishing and not self.is_over:
+                self._replacements.remove(latest)
+                self._start()

@@ -1,0 +1,235 @@
+"""A world: real Runs as fibers, a simulated cluster under them, and whatever a seed does to both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.cluster import faults
+from holdfast.cluster import group as group_module
+from holdfast.cluster.client import Stopped
+from holdfast.cluster.group import Group
+from holdfast.cluster.membership import Generation
+from holdfast.commit import cohort as cohort_module
+from holdfast.engine import reduce
+from holdfast.errors import HoldfastError
+from holdfast.run import reports, saving
+from holdfast.run import run as run_module
+from holdfast.run.run import Run
+from holdfast.sync import exchange, ssp
+from tests.world import wires
+from tests.world.cluster import Agent, Client, Coordinator
+from tests.world.doubles import Doubles
+from tests.world.fibers import Killed, Scheduler
+
+LIMIT = 600.0  # simulated seconds that any history may take
+COMPUTE = 0.004  # simulated seconds, on average, from one fault point to the next
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one worker's script has seen, if it came to its end."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
+    sha256: str = ""
+
+
+class Process:
+    """One worker. ``frozen``: stopped, as by SIGSTOP. ``dead``: nothing of it runs any more."""
+
+    def __init__(self, world: World, name: str, agent: Agent) -> None:
+        self.name, self.frozen, self.dead = name, False, False
+        self.outcome = Outcome()
+        self.points = 0
+        self._world, self._agent = world, agent
+        self.run: Run | None = None
+        self.client = Client(self, world.coordinator, name=name, host=str(agent.host))
+        self.fiber = world.scheduler.spawn(name, self._live, self)
+
+    def _live(self) -> None:
+        code, error = 1, None
+        try:
+            self._world.script(self)
+            code = 0
+        except Stopped as e:
+            code = int(e.code or 0)
+        except Killed:
+            raise
+        except HoldfastError as e:
+            error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True}
+            code = e.exit_code
+            self._world.errors.append(e)
+        except BaseException as e:
+            self._world.errors.append(e)
+        self.end(code, error)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.end(-9)
+
+    def end(self, code: int, error: dict[str, Any] | None = None) -> None:
+        """The process is gone, with all its fibers and connections."""
+        if self.dead:
+            return
+        self.dead, self.frozen = True, False
+        self._world.log("exit-of", worker=self.name, code=code)
+        group = None if self.run is None else self.run._cohort.group
+        if group is not None and group._backend is not None:
+            group._backend.abort()
+        for fiber in self._world.scheduler.fibers:
+            if fiber.owner is self and fiber is not self._world.scheduler.current:
+                fiber.doomed = True
+        self.client.end()
+        self._world.scheduler.later(self._world.latency(), lambda: self._agent.ended(self.name, code, error))
+        if self._world.scheduler.current is not None and self._world.scheduler.current.owner is self and code:
+            raise Killed
+
+
+class World:
+    """One history. ``script`` is what each worker runs; ``fate`` is asked at every fault point what happens there."""
+
+    def __init__(
+        self,
+        seed: int,
+        script: Callable[[Process], None],
+        fate: Callable[[World, Process, str], None],
+        *,
+        hosts: list[int],
+        maximum_hosts: int = 8,
+    ) -> None:
+        self.scheduler = Scheduler(seed)
+        self.script, self.fate = script, fate
+        self.events: list[dict[str, Any]] = []
+        self.errors: list[BaseException] = []
+        self.processes: list[Process] = []
+        self.slow_until = 0.0
+        self._wires: dict[int, wires.Wires] = {}
+        self.coordinator = Coordinator(
+            self.scheduler, self.log, self.latency, minimum_hosts=len(hosts), maximum_hosts=maximum_hosts
+        )
+        self.agents = [Agent(self, self.coordinator, slots) for slots in hosts]
+
+    # --- what happens in it ----------------------------------------------------------------------
+
+    def log(self, event: str, **fields: Any) -> None:
+        fields = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
+        self.events.append({"t": round(self.scheduler.now, 6), "event": event, **fields})
+
+    def write(self, event: str, **fields: Any) -> None:
+        """As ``Events`` does, for the runs."""
+        self.log(event, **fields)
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [each for each in self.events if each["event"] == event]
+
+    def latency(self) -> float:
+        """Simulated seconds that a message takes; sometimes everything is slow."""
+        slow = 20.0 if self.scheduler.now < self.slow_until else 1.0
+        return slow * self.scheduler.chance.uniform(0.0002, 0.003)
+
+    def start(self, name: str, agent: Agent) -> Process:
+        self.log("started", worker=name)
+        self.processes.append(Process(self, name, agent))
+        return self.processes[-1]
+
+    def join(self, slots: int) -> None:
+        """A new machine comes."""
+        self.log("joins", slots=slots)
+        self.agents.append(Agent(self, self.coordinator, slots))
+
+    @property
+    def process(self) -> Process:
+        """The process that runs at the moment."""
+        assert self.scheduler.current is not None
+        return self.scheduler.current.owner  # type: ignore[no-any-return]
+
+    @property
+    def alive(self) -> list[Process]:
+        return [process for process in self.processes if not process.dead and not process.frozen]
+
+    def freeze(self, process: Process) -> None:
+        """SIGSTOP: it is there, and does nothing."""
+        self.log("hangs", worker=process.name)
+        process.frozen = True
+
+    def point(self, phase: str) -> None:
+        """A fault point: time passes, and fate may strike."""
+        fiber = self.scheduler.current
+        if fiber is None:
+            return
+        process = fiber.owner
+        process.points += 1
+        self.fate(self, process, phase)
+        if process.dead:
+            raise Killed
+        self.scheduler.pause(self.scheduler.chance.expovariate(1 / COMPUTE))
+
+    def connect(self, generation: Generation, worker: str, store: Any, device: torch.device) -> Group:
+        """As ``group.form``: everybody shows its address, then all are connected."""
+        rank, size = generation.rank_of(worker), len(generation.members)
+        if store is None:
+            return Group(generation, rank)
+        store.put(f"address of {rank}", b"here")
+        for other in range(size):
+            store.take(f"address of {other}")
+        number = generation.number
+        if number not in self._wires:
+            self._wires[number] = wires.Wires(self.scheduler, size, self.latency)
+        return Group(generation, rank, wires.Backend(self._wires[number], rank, self.process))
+
+    def cut(self) -> None:
+        """The connection between two workers of the newest generation breaks."""
+        if self._wires:
+            number = max(self._wires)
+            a, b = self.scheduler.chance.choice(list(self._wires[number].streams))
+            self.log("cut", generation=number, ranks=[a, b])
+            self._wires[number].cut(a, b)
+
+    # --- its life --------------------------------------------------------------------------------
+
+    def live(self) -> World:
+        """Go on until all agents have ended, or the roster has."""
+        try:
+            self.scheduler.run(lambda: all(agent.is_over for agent in self.agents) or self._is_over(), limit=LIMIT)
+        finally:
+            self.scheduler.clean_up()
+        for fiber in self.scheduler.fibers:
+            if fiber.error is not None:
+                raise fiber.error
+        return self
+
+    def _is_over(self) -> bool:
+        return self.coordinator.over and all(process.dead for process in self.processes)
+
+
+@contextmanager
+def inhabited(world: World) -> Iterator[World]:
+    """Runs that are made in this context live in the world."""
+    doubles = Doubles(world.scheduler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", world.point)
+        patch.setattr(group_module, "wait_for", wires.wait_for)
+        patch.setattr(cohort_module.Cohort.__init__, "__kwdefaults__", {"connect": world.connect})
+        patch.setattr(run_module, "_membership", lambda label: world.process.client)
+        patch.setattr(run_module, "_runs", [])
+        patch.setattr(run_module, "Events", lambda path: world)
+        patch.setenv("HOLDFAST_TRACE", "1")
+        for module in (reduce, exchange, ssp, saving):
+            patch.setattr(module, "threading", doubles.threading)
+        patch.setattr(reduce, "queue", doubles.queue)
+        patch.setattr(saving, "Work", doubles.work)
+        patch.setattr(reports, "time", doubles.time)
+        patch.setattr(saving, "time", doubles.time)
+        yield world
+
+
+def folder_for(root: Path, seed: int) -> Path:
+    """The checkpoint folder of one history."""
+    return root / f"history-{seed}"
