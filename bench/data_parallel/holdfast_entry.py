@@ -43,7 +43,7 @@ def main() -> None:
         numerics=args.numerics,
     )
     worker = int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1])
-    progress = common.Progress(args, worker)
+    progress = common.ProgressFile(args, worker)
     for step in run.steps(args.steps):
         progress.finished(step.number + 1)
 

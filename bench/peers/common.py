@@ -28,7 +28,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-class Progress:
+class ProgressFile:
     """Appends a line per finished step to a file that all workers share.
 
     In a race for speed contestants take turns of a few steps each, so that all meet the same weather:

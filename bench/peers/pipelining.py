@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.peers.common import Progress
+from bench.peers.common import ProgressFile
 from bench.pipelines import layers as model
 
 
-class Place:
+class GridPlace:
     """Which layers and micro-batches are this process's, in a grid of equally cut pipelines."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -54,7 +54,7 @@ class Place:
 class Trainer:
     """One process's part of a step."""
 
-    def __init__(self, args: argparse.Namespace, place: Place) -> None:
+    def __init__(self, args: argparse.Namespace, place: GridPlace) -> None:
         self.place = place
         self.layers = [model.build_layers(args)[number] for number in place.layers]
         self.module: nn.Module = nn.Sequential(*self.layers)
@@ -146,12 +146,12 @@ def main() -> None:
     args = parser.parse_args()
     imported = time.time()
     dist.init_process_group("gloo")
-    trainer = Trainer(args, Place(args))
+    trainer = Trainer(args, GridPlace(args))
     done = trainer.load(args.checkpoint) if args.checkpoint else 0
     if args.checkpoint:
         sys.stdout.write(json.dumps({"imported": imported, "loaded": time.time(), "done": done}) + "\n")
         sys.stdout.flush()
-    progress = Progress(args, dist.get_rank())
+    progress = ProgressFile(args, dist.get_rank())
     losses = []
     for step in range(done, args.steps):
         losses.append(trainer.step(step))

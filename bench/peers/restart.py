@@ -45,7 +45,7 @@ def main() -> None:
     # since DDP's construction below synchronizes them.
     done = load(args.checkpoint, model, optimizer)
     replica = DistributedDataParallel(model)
-    progress = common.Progress(args, rank)
+    progress = common.ProgressFile(args, rank)
 
     for step in range(done + 1, args.steps + 1):
         optimizer.zero_grad()

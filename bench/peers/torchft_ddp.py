@@ -93,7 +93,7 @@ def main() -> None:
     )
     replica = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
-    progress = common.Progress(args, args.worker)
+    progress = common.ProgressFile(args, args.worker)
 
     while (step := manager.current_step()) < args.steps:
         optimizer.zero_grad()  # also starts the quorum for this step

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.peers.common import Progress
+from bench.peers.common import ProgressFile
 from holdfast.engine.profile.measure import measure
 from holdfast.engine.profile.script import until_training
 
@@ -27,7 +27,7 @@ def main() -> None:
     target = Path(f"{args.progress}.costs-{args.worker}")
 
     def look(run: Run) -> None:
-        progress = Progress(args, args.worker)
+        progress = ProgressFile(args, args.worker)
         with target.open("a", buffering=1) as file:
             for step in range(1, args.steps + 1):
                 if step % args.burst == 1 or args.burst == 1:  # one measurement stands for the steps of a turn

@@ -16,10 +16,10 @@ PEER = "bench.peers.pipelining"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class PipelineShape:
     """A model and its batch.
 
-    >>> Shape(model="wide", layers=8).arguments()[:4]
+    >>> PipelineShape(model="wide", layers=8).arguments()[:4]
     ['--model', 'wide', '--layers', '8']
     """
 
@@ -46,7 +46,7 @@ class Contestant:
     options: Sequence[str] = ()
     rate: str = ""  # of a link of its own, as tc writes it; none: this machine's loopback
 
-    def commands(self, shape: Shape, folder: Path, more: Sequence[str]) -> list[list[str]]:
+    def commands(self, shape: PipelineShape, folder: Path, more: Sequence[str]) -> list[list[str]]:
         """What to start: holdfast's and torch's own agents start all workers; who only measures needs none."""
         arguments = [*shape.arguments(), "--stages", ",".join(map(str, self.stages)), *self.options, *more]
         if self.system == "measuring":
@@ -64,7 +64,7 @@ class Contestant:
 
 @contextmanager
 def started(
-    contestant: Contestant, shape: Shape, *, folder: Path, burst: int = 0, steps: int = 1_000_000
+    contestant: Contestant, shape: PipelineShape, *, folder: Path, burst: int = 0, steps: int = 1_000_000
 ) -> Iterator[Running]:
     """The contestant at work, or waiting for its first turn."""
     folder = folder.absolute()
@@ -82,7 +82,7 @@ def started(
 
 
 def started_by_hand(
-    running: Running, contestant: Contestant, shape: Shape, options: Sequence[str]
+    running: Running, contestant: Contestant, shape: PipelineShape, options: Sequence[str]
 ) -> list[subprocess.Popen[bytes]]:
     """Torch's processes one by one, as a scheduler starts them; one that ends takes nobody along."""
     arguments = [*shape.arguments(), "--stages", ",".join(map(str, contestant.stages)), *options]

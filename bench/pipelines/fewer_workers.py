@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape
+from bench.pipelines.entries import Contestant, PipelineShape
 from bench.pipelines.losses import (
     Course,
-    Losses,
+    LossPlan,
     choose_grid,
     received_bytes,
     replanned,
@@ -33,28 +33,28 @@ from holdfast.words import size_text
 BEYOND_MS = 150.0  # that a recovery may take beside the redone step and the transfer,
 LINK_SHARE = 0.7  # which has to reach this much of the link
 OURS, THEIRS = "holdfast", "restart"
-LIGHT = Shape(model="waiting", layers=12, micro_batches=12)
-HEAVY = Shape(model="waiting", layers=12, micro_batches=8, width=1024)  # 12.6 MB to send for a layer
-TWO_LOSSES = Losses()
-ONE_LOSS = Losses(turns=(1, 2))
+LIGHT = PipelineShape(model="waiting", layers=12, micro_batches=12)
+HEAVY = PipelineShape(model="waiting", layers=12, micro_batches=8, width=1024)  # 12.6 MB to send for a layer
+TWO_LOSSES = LossPlan()
+ONE_LOSS = LossPlan(turns=(1, 2))
 Courses = dict[str, list[Course]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LossSizes:
     """Who is lost when: of ``workers``, of which a pipeline takes at least ``minimum``."""
 
-    shape: Shape = LIGHT
+    shape: PipelineShape = LIGHT
     workers: int = 6
     minimum: int = 2
-    losses: Losses = TWO_LOSSES
-    heavy: Shape = HEAVY
+    losses: LossPlan = TWO_LOSSES
+    heavy: PipelineShape = HEAVY
     heavy_workers: int = 4
-    heavy_losses: Losses = ONE_LOSS
+    heavy_losses: LossPlan = ONE_LOSS
     gigabits: int = 2  # of the link that the heavy ones share
 
 
-def race(sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(sizes: LossSizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
     """Both systems lose workers, beside each other; then layers are sent over a slow link."""
     profile = make_profile(sizes.shape, sizes.minimum, folder / "profile")
     courses: Courses = {OURS: [], THEIRS: []}
@@ -73,7 +73,7 @@ def race(sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str
     return results, bars
 
 
-def _both(sizes: Sizes, profile: Profile, folder: Path, seed: int) -> dict[str, Course]:
+def _both(sizes: LossSizes, profile: Profile, folder: Path, seed: int) -> dict[str, Course]:
     workers, every = sizes.workers, sizes.losses.every
     ours = Contestant(system="holdfast", workers=workers, stages=(1,), options=_options(profile, folder / OURS))
     restart = restarted(sizes.shape, workers=workers, minimum=sizes.minimum, every=every, folder=folder / THEIRS)
@@ -84,7 +84,7 @@ def _both(sizes: Sizes, profile: Profile, folder: Path, seed: int) -> dict[str, 
     return courses
 
 
-def _heavy(sizes: Sizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], list[float]]:
+def _heavy(sizes: LossSizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], list[float]]:
     """Large layers, and a link on which sending them takes time."""
     profile = make_profile(sizes.heavy, sizes.minimum, folder / "profile")
     workers, rate = sizes.heavy_workers, f"{sizes.gigabits}gbit"
@@ -111,7 +111,7 @@ def _heavy(sizes: Sizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str,
 # --- the plan ----------------------------------------------------------------------------------------
 
 
-def make_profile(shape: Shape, minimum: int, folder: Path) -> Profile:
+def make_profile(shape: PipelineShape, minimum: int, folder: Path) -> Profile:
     """As ``holdfast profile`` measures it, for workers of which a pipeline takes at least ``minimum``."""
     folder.mkdir(parents=True, exist_ok=True)
     target = (folder / "profile.json").absolute()
@@ -174,7 +174,7 @@ def _transfer(course: Course, left: int, bandwidth: float) -> float:
     return course.received.get(left, 0) / (LINK_SHARE * bandwidth)
 
 
-def _rows(sizes: Sizes, courses: Courses, profile: Profile) -> dict[str, Any]:
+def _rows(sizes: LossSizes, courses: Courses, profile: Profile) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for left in courses[OURS][0].step_s:
         ours, theirs = ([step for course in courses[name] for step in course.step_s[left]] for name in (OURS, THEIRS))
@@ -205,7 +205,7 @@ def _back(courses: Sequence[Course], left: int) -> dict[str, Any]:
     return {"back_s": spread([course.back_s[left] for course in courses])} if left in courses[0].back_s else {}
 
 
-def _bars(sizes: Sizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Bar]:
+def _bars(sizes: LossSizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Bar]:
     """On one worker less a grid leaves somebody idle; and whoever restarts is told how long interpreters took."""
     left = sizes.workers - 1
     pairs = list(zip(courses[THEIRS], courses[OURS], strict=True))

@@ -39,7 +39,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-class Embed(nn.Module):
+class ByteEmbedding(nn.Module):
     """Bytes and their places, as vectors."""
 
     def __init__(self, width: int, seq: int) -> None:
@@ -51,7 +51,7 @@ class Embed(nn.Module):
         return self.tokens(text) + self.positions
 
 
-class Block(nn.Module):
+class CausalBlock(nn.Module):
     """A causal transformer block."""
 
     def __init__(self, width: int, seq: int) -> None:
@@ -66,7 +66,7 @@ class Block(nn.Module):
         return self.inner(hidden, src_mask=self.mask, is_causal=True)
 
 
-class Wide(nn.Module):
+class WideLayer(nn.Module):
     """Many weights, few activations."""
 
     def __init__(self, width: int) -> None:
@@ -92,7 +92,7 @@ class _Wait(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class Waiting(nn.Module):
+class WaitingLayer(nn.Module):
     """Takes its time without taking a core: a layer on a machine of its own, whatever else runs on this one."""
 
     def __init__(self, width: int, forward: float, backward: float) -> None:
@@ -108,12 +108,12 @@ def build_layers(args: argparse.Namespace) -> list[nn.Module]:
     """The model's layers, equal wherever they are built."""
     torch.manual_seed(args.seed)
     if args.model == "gpt":
-        blocks = [Block(args.width, args.seq) for _ in range(args.layers - 2)]
-        return [Embed(args.width, args.seq), *blocks, nn.Linear(args.width, VOCABULARY)]
+        blocks = [CausalBlock(args.width, args.seq) for _ in range(args.layers - 2)]
+        return [ByteEmbedding(args.width, args.seq), *blocks, nn.Linear(args.width, VOCABULARY)]
     if args.model == "wide":
-        return [Wide(args.width) for _ in range(args.layers)]
+        return [WideLayer(args.width) for _ in range(args.layers)]
     seconds = (args.forward_ms / 1000, args.backward_ms / 1000)
-    return [Waiting(args.width, *seconds) for _ in range(args.layers)]
+    return [WaitingLayer(args.width, *seconds) for _ in range(args.layers)]
 
 
 def build_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

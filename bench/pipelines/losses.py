@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape, started, started_by_hand
+from bench.pipelines.entries import Contestant, PipelineShape, started, started_by_hand
 from bench.running import Running
 from holdfast.cluster.events import read_events
 from holdfast.errors import HoldfastError
@@ -28,7 +28,7 @@ TURN = 2  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class LossPlan:
     """Turns with all workers, with one less, and so on.
 
     With the defaults losses come after steps 15 and 25: a restart loses five steps, as it does on average.
@@ -48,7 +48,7 @@ class Course:
     received: dict[int, int] = field(default_factory=dict)  # bytes, of the worker that got the most
 
 
-def run_course(sides: Mapping[str, Side], losses: Losses, *, workers: int, seed: int) -> dict[str, Course]:
+def run_course(sides: Mapping[str, Side], losses: LossPlan, *, workers: int, seed: int) -> dict[str, Course]:
     """All sides lose as many workers after the same steps; in between they take turns."""
     courses = {name: Course() for name in sides}
     dice = {name: random.Random(seed) for name in sides}
@@ -128,7 +128,7 @@ class Side:
 
 
 @contextmanager
-def replanned(contestant: Contestant, shape: Shape, *, folder: Path) -> Iterator[Side]:
+def replanned(contestant: Contestant, shape: PipelineShape, *, folder: Path) -> Iterator[Side]:
     """Holdfast: whoever is left goes on."""
     with started(contestant, shape, folder=folder, burst=1) as running:
         yield Side(running=running, training=contestant.workers)
@@ -151,7 +151,7 @@ def received_bytes(events: Path, workers: int) -> dict[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class EqualGrid:
     """Pipelines of equal depth side by side."""
 
     stages: tuple[int, ...]  # layers of each
@@ -162,23 +162,23 @@ class Grid:
         return len(self.stages) * self.pipelines
 
 
-def choose_grid(*, layers: int, workers: int, minimum: int, micro_batches: int) -> Grid:
+def choose_grid(*, layers: int, workers: int, minimum: int, micro_batches: int) -> EqualGrid:
     """The fastest grid of at least ``minimum`` stages, each with as many of the equal layers.
 
     >>> choose_grid(layers=12, workers=5, minimum=2, micro_batches=12)
-    Grid(stages=(6, 6), pipelines=2)
+    EqualGrid(stages=(6, 6), pipelines=2)
     >>> choose_grid(layers=12, workers=3, minimum=2, micro_batches=12)
-    Grid(stages=(4, 4, 4), pipelines=1)
+    EqualGrid(stages=(4, 4, 4), pipelines=1)
     """
     grids = [
-        Grid(stages=(layers // depth,) * depth, pipelines=workers // depth)
+        EqualGrid(stages=(layers // depth,) * depth, pipelines=workers // depth)
         for depth in range(minimum, workers + 1)
         if layers % depth == 0 and micro_batches // (workers // depth) >= depth
     ]
     if not grids:
         raise HoldfastError(f"no grid of {workers} workers holds {layers} layers", hint="fewer layers a stage")
 
-    def seconds(grid: Grid) -> float:
+    def seconds(grid: EqualGrid) -> float:
         """Of 1F1B: every micro-batch, and one for each further stage, passes through a stage."""
         share = -(-micro_batches // grid.pipelines)
         return (share + len(grid.stages) - 1) * grid.stages[0]
@@ -190,7 +190,7 @@ def choose_grid(*, layers: int, workers: int, minimum: int, micro_batches: int) 
 class Restarted(Side):
     """All processes end, and fresh ones go on from the last checkpoint with the best grid for those left."""
 
-    shape: Shape
+    shape: PipelineShape
     minimum: int  # stages that hold the model
     every: int
     starts: list[tuple[int, int, float]] = field(default_factory=list)  # workers, those that train, and when
@@ -226,7 +226,7 @@ class Restarted(Side):
 
 
 @contextmanager
-def restarted(shape: Shape, *, workers: int, minimum: int, every: int, folder: Path) -> Iterator[Restarted]:
+def restarted(shape: PipelineShape, *, workers: int, minimum: int, every: int, folder: Path) -> Iterator[Restarted]:
     """Torch's pipelining with checkpoints; whoever holds this starts it again."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from bench.peers.common import Progress
+from bench.peers.common import ProgressFile
 from bench.pipelines import layers as model
 from holdfast.recovery.log import LogSettings
 
@@ -42,7 +42,7 @@ def main() -> None:
         every=args.every,
         log=LogSettings(budget=args.log_budget, memory=args.log_memory) if args.log else False,
     )
-    progress = Progress(args, worker_number())
+    progress = ProgressFile(args, worker_number())
     losses = []
     for step in run.steps(args.steps):
         losses.append(step.loss)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape, started
+from bench.pipelines.entries import Contestant, PipelineShape, started
 from bench.report import Say
 from bench.running import Running
 from holdfast.measuring import spread
@@ -22,17 +22,17 @@ from holdfast.plan.timeline import simulate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class SpeedContest:
     """Contestants by name on one shape; ratios are to one of them."""
 
     title: str
-    shape: Shape
+    shape: PipelineShape
     contestants: Mapping[str, Contestant]
     against: Mapping[str, str]  # the ratio's name: whose speed is 1
     burst: int = 4
 
 
-def take_turns(contest: Contest, *, rounds: int, folder: Path, say: Say) -> dict[str, list[float]]:
+def take_turns(contest: SpeedContest, *, rounds: int, folder: Path, say: Say) -> dict[str, list[float]]:
     """Seconds a step in each round. Only neighbours in time can be compared: the machine's speed changes."""
     names, burst = list(contest.contestants), contest.burst
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -53,7 +53,7 @@ def take_turns(contest: Contest, *, rounds: int, folder: Path, say: Say) -> dict
     return times
 
 
-def rows(contest: Contest, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def rows(contest: SpeedContest, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Every contestant's row: ms a step, and its speed as a multiple of others' in the same round."""
     return {
         f"{contest.title}: {name}": {

@@ -14,7 +14,7 @@ import torch
 
 from bench.report import Bar, Say
 from bench.running import BENCH
-from bench.savers import ASYNC, FORMATS, State
+from bench.savers import ASYNC, FORMATS, SavedTraining
 from holdfast.measuring import drop_from_cache, spread, write_direct
 
 COLUMNS = {
@@ -34,7 +34,7 @@ def race(*, megabytes: int, rounds: int, seed: int, say: Say) -> tuple[dict[str,
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     order = random.Random(seed)
-    state = State(megabytes)
+    state = SavedTraining(megabytes)
     saves: Times = {name: [] for name in ["raw disk", *FORMATS]}
     loads: Times = {name: [] for name in FORMATS}
     lost: Times = {name: [] for name in ASYNC}
@@ -58,7 +58,7 @@ def race(*, megabytes: int, rounds: int, seed: int, say: Say) -> tuple[dict[str,
     return _results(state.nbytes, saves, loads, stalls, lost), _bars(saves, loads, lost)
 
 
-def _save(name: str, state: State, folder: Path) -> float:
+def _save(name: str, state: SavedTraining, folder: Path) -> float:
     """Until the data is on the disk. What was there before is removed first, and not counted."""
     target = folder / name.replace(" ", "-")
     shutil.rmtree(target, ignore_errors=True)
@@ -69,7 +69,7 @@ def _save(name: str, state: State, folder: Path) -> float:
     return time.monotonic() - begin
 
 
-def _load(name: str, state: State, folder: Path) -> float:
+def _load(name: str, state: SavedTraining, folder: Path) -> float:
     target = folder / name.replace(" ", "-")
     drop_from_cache(target)
     state.scramble()
@@ -80,7 +80,7 @@ def _load(name: str, state: State, folder: Path) -> float:
     return seconds
 
 
-def _beside_training(name: str, state: State, folder: Path) -> tuple[float, float]:
+def _beside_training(name: str, state: SavedTraining, folder: Path) -> tuple[float, float]:
     """(how long the call took, training time that the save cost in all)."""
     target = folder / f"{name.replace(' ', '-')}-beside"
     shutil.rmtree(target, ignore_errors=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape
+from bench.pipelines.entries import Contestant, PipelineShape
 from bench.pipelines.fewer_workers import make_profile
-from bench.pipelines.turns import Contest, ratios, take_turns
+from bench.pipelines.turns import SpeedContest, ratios, take_turns
 from bench.races.pipeline import COMPUTING
 from bench.report import Bar, Say
 from bench.running import BENCH
@@ -43,17 +43,17 @@ PLENTY = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LogSizes:
     """What is trained, by pipelines of how many workers; a turn has ``burst`` steps, every other one saves."""
 
-    shape: Shape = COMPUTING
+    shape: PipelineShape = COMPUTING
     stages: tuple[int, ...] = (2, 4)
     burst: int = 5
 
 
-def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(*, rounds: int, say: Say, sizes: LogSizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
     """Pipelines of one length after the other; within each, the three take turns."""
-    sizes = sizes or Sizes()
+    sizes = sizes or LogSizes()
     folder = (BENCH / "log").absolute()
     shutil.rmtree(folder, ignore_errors=True)
     say("measuring what the layers cost, for the plan")
@@ -68,13 +68,13 @@ def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str
 
 
 def _contest(
-    sizes: Sizes, stages: int, profile: Profile, *, rounds: int, folder: Path, say: Say
+    sizes: LogSizes, stages: int, profile: Profile, *, rounds: int, folder: Path, say: Say
 ) -> tuple[dict[str, Any], dict[str, Bar]]:
     folder.mkdir(parents=True)
     path = folder / "profile.json"
     path.write_text(json.dumps(profile.to_json()))
     names = (NONE, MEMORY, DISK)
-    contest = Contest(
+    contest = SpeedContest(
         title=f"{stages} stages",
         shape=sizes.shape,
         contestants={
@@ -87,7 +87,7 @@ def _contest(
     times = take_turns(contest, rounds=rounds, folder=folder, say=say)
     runs = {name: folder / str(number) for number, name in enumerate(names)}
     cpu = {name: cpu_of_turns(read_lines(run / "progress.jsonl"), sizes.burst)[1:] for name, run in runs.items()}
-    logs = {name: Kept.read(runs[name], sizes.burst) for name in (MEMORY, DISK)}
+    logs = {name: KeptBytes.read(runs[name], sizes.burst) for name in (MEMORY, DISK)}
     for number in range(len(names)):
         shutil.rmtree(folder / f"checkpoints-{number}", ignore_errors=True)
     results = {f"{stages} stages: {name}": row(name, times, cpu, logs) for name in names}
@@ -107,7 +107,7 @@ def _contestant(name: str, stages: int, profile: Path, *, every: int, checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptBytes:
     """What the plan says that the workers keep in a step, what they kept, and whether they always did."""
 
     predicted: int
@@ -119,20 +119,20 @@ class Kept:
     def deviation(self) -> float:
         """Of what was measured from what was predicted.
 
-        >>> round(Kept(predicted=100, measured=104.0, spilled=0.0, usable=True).deviation, 3)
+        >>> round(KeptBytes(predicted=100, measured=104.0, spilled=0.0, usable=True).deviation, 3)
         0.04
         """
         return abs(self.measured / self.predicted - 1) if self.predicted else float("inf")
 
     @staticmethod
-    def read(folder: Path, burst: int) -> Kept:
+    def read(folder: Path, burst: int) -> KeptBytes:
         """From what a run has left in its folder."""
         predicted = [e["bytes_per_step"] for e in read_events(folder / "logs" / "events.jsonl") if _is_plan(e)]
         workers = [read_lines(file) for file in sorted(folder.glob("progress.jsonl.log-*"))]
         if not predicted or not workers:
             raise HoldfastError(f"nothing was logged in {folder}")
         ends = [line for lines in workers for line in lines if line["step"] % burst == 0]
-        return Kept(
+        return KeptBytes(
             predicted=predicted[-1],
             measured=bytes_per_step(workers),
             spilled=sum(line["spilled"] for line in ends) / max(1, sum(line["bytes"] for line in ends)),
@@ -180,7 +180,7 @@ def cpu_of_turns(lines: Sequence[Mapping[str, Any]], burst: int) -> list[float]:
 
 
 def row(
-    name: str, times: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]], logs: Mapping[str, Kept]
+    name: str, times: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]], logs: Mapping[str, KeptBytes]
 ) -> dict[str, Any]:
     """One contestant's numbers; ratios are of the same round."""
     found: dict[str, Any] = {
@@ -199,7 +199,7 @@ def row(
     return found
 
 
-def _bars(name: str, times: Mapping[str, Sequence[float]], kept: Kept) -> dict[str, Bar]:
+def _bars(name: str, times: Mapping[str, Sequence[float]], kept: KeptBytes) -> dict[str, Bar]:
     return {
         f"{name}, speed": Bar(value=statistics.median(ratios(times, NONE, name)), bar=SPEED_BAR),
         f"{name}, bytes beside the predicted": Bar(value=kept.deviation, bar=BYTES_BAR, at_most=True),

@@ -30,7 +30,7 @@ MINIMA = (1, 8)  # nodes of the smallest pipeline: with little memory it is more
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class PlannerSizes:
     """What is planned: (layers, nodes) with the bars of the issue, and the numbers along which cost is drawn."""
 
     published: tuple[int, int] = (96, PUBLISHED_ON)
@@ -39,9 +39,9 @@ class Sizes:
     nodes: tuple[int, ...] = (8, 24, 72, 216, 648)
 
 
-def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(*, rounds: int, say: Say, sizes: PlannerSizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
     """Everything is planned once a round; results are medians and ranges over the rounds."""
-    sizes = sizes or Sizes()
+    sizes = sizes or PlannerSizes()
     times: Times = {}
     made: dict[str, Templates] = {}
     for number in range(rounds):
@@ -186,7 +186,7 @@ def _planned(templates: Templates, nodes: Sequence[Node], batch: int, held: dict
 Along = dict[str, dict[str, dict[int, list[float]]]]  # title of the panel, kind of model, size: seconds
 
 
-def _along(sizes: Sizes, rounds: int, say: Say) -> Along:
+def _along(sizes: PlannerSizes, rounds: int, say: Say) -> Along:
     """The cost along layers and along nodes, the other being that of the published case."""
     layers, nodes = sizes.published
     titles = (
@@ -246,7 +246,7 @@ def _edges(times: Iterable[list[float]]) -> tuple[list[float], list[float]]:
 # --- the outcome ----------------------------------------------------------------------------------
 
 
-def _results(times: Times, made: dict[str, Templates], along: Along, sizes: Sizes) -> dict[str, Any]:
+def _results(times: Times, made: dict[str, Templates], along: Along, sizes: PlannerSizes) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, templates in made.items():
         gap = max(one.gap for one in templates.by_nodes.values())
@@ -280,7 +280,7 @@ def exponent(kinds: dict[str, dict[int, list[float]]]) -> float:
     return max(found)
 
 
-def _bars(times: Times, sizes: Sizes) -> dict[str, Bar]:
+def _bars(times: Times, sizes: PlannerSizes) -> dict[str, Bar]:
     """The slowest kind of model counts; of failures, the median over all kinds and the slowest kind."""
 
     def slowest(size: tuple[int, int]) -> float:

@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape, started
+from bench.pipelines.entries import Contestant, PipelineShape, started
 from bench.pipelines.fewer_workers import make_profile
 from bench.pipelines.turns import measured_costs
 from bench.replays import budget, replay_pictures
-from bench.replays.trial import Ground, Outcome, Way, kill_after, make_checkpoint
+from bench.replays.trial import Ground, KillOutcome, Way, kill_after, make_checkpoint
 from bench.report import Bar, Say
 from bench.running import BENCH
 from holdfast.errors import UsageError
@@ -51,16 +51,16 @@ RETURN = Way(name="all go back")
 WAYS = (PARALLEL, ALONE, RETURN)
 GAIN_BAR = 3.0
 STAGE = 1  # whose worker is killed: an inner one
-COMPUTING = Shape(model="gpt", layers=6, width=128, seq=128, micro_batch=2, micro_batches=12)
+COMPUTING = PipelineShape(model="gpt", layers=6, width=128, seq=128, micro_batch=2, micro_batches=12)
 MEASUREMENTS = 3  # of what layers cost
-Outcomes = dict[str, dict[int, list[Outcome]]]  # by way, by steps since the checkpoint
+Outcomes = dict[str, dict[int, list[KillOutcome]]]  # by way, by steps since the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ReplaySizes:
     """What is trained by how many, and how many steps after the checkpoint somebody is lost."""
 
-    shape: Shape = COMPUTING
+    shape: PipelineShape = COMPUTING
     workers: int = 4
     steps: tuple[int, ...] = (5, 10, 20, 50)
     budget_steps: int = 10
@@ -81,9 +81,9 @@ def parse_steps(text: str) -> tuple[int, ...]:
     return steps
 
 
-def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(*, rounds: int, say: Say, sizes: ReplaySizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
     """Kills over steps since the checkpoint; then, with smaller and smaller budgets, in each stage."""
-    sizes = sizes or Sizes()
+    sizes = sizes or ReplaySizes()
     folder = (BENCH / "replay").absolute()
     shutil.rmtree(folder, ignore_errors=True)
     cores = len(os.sched_getaffinity(0))
@@ -105,7 +105,7 @@ def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str
     return results | more, bars | held
 
 
-def measure_beside(shape: Shape, count: int, folder: Path) -> Profile:
+def measure_beside(shape: PipelineShape, count: int, folder: Path) -> Profile:
     """What layers cost while as many compute at once: cores share caches and clocks. The mean of what each says."""
     alone = make_profile(shape, 2, folder)
     measuring = Contestant(system="measuring", workers=count, stages=(shape.layers,))
@@ -125,7 +125,7 @@ def measure_beside(shape: Shape, count: int, folder: Path) -> Profile:
     return replace(alone, layers=layers, memory=None)
 
 
-def _take_rounds(ground: Ground, sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> Outcomes:
+def _take_rounds(ground: Ground, sizes: ReplaySizes, *, rounds: int, folder: Path, say: Say) -> Outcomes:
     """The ways take turns at each number of steps, in an order that rotates."""
     outcomes: Outcomes = {way.name: {steps: [] for steps in sizes.steps} for way in WAYS}
     for number in range(rounds):
@@ -194,7 +194,7 @@ def _spared(outcomes: Outcomes) -> bool:
     )
 
 
-def _all(outcomes: Outcomes, way: Way) -> list[Outcome]:
+def _all(outcomes: Outcomes, way: Way) -> list[KillOutcome]:
     return [outcome for each in outcomes[way.name].values() for outcome in each]
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from bench.replicas import findings, signal_cost, sync_pictures
 from bench.replicas.network import Network, loopback, namespaces, why_not
-from bench.replicas.processes import Broken, Outcome, Run, Workers, gather, workers
+from bench.replicas.processes import SyncOutcome, SyncRun, WorkerFailed, Workers, gather, workers
 from bench.replicas.schedule import FULL, QUICK, WORKERS, Turn, order
 from bench.replicas.tasks import TASKS
 from bench.report import Bar, Say
 from bench.running import BENCH
 
-Done = dict[tuple[str, str, int | None, int, str], Outcome]  # by task, split, rate, seed and method
+Done = dict[tuple[str, str, int | None, int, str], SyncOutcome]  # by task, split, rate, seed and method
 COLUMNS = findings.COLUMNS
 
 
@@ -67,11 +67,11 @@ def _take_turns(
                     file.write(json.dumps(outcome.to_json()) + "\n")
 
 
-def _run(running: Workers, run: Run, turn: Turn, *, say: Say) -> Outcome | None:
+def _run(running: Workers, run: SyncRun, turn: Turn, *, say: Say) -> SyncOutcome | None:
     task = TASKS[run.task]
     try:
         said = running.run(run, patience=60 + 3 * turn.seconds)
-    except Broken as e:
+    except WorkerFailed as e:
         say(str(e))  # the others go on: what one method cannot do is no reason to know nothing of the rest
         return None
     counts_all = running.network.counts_all
@@ -84,7 +84,7 @@ def _run(running: Workers, run: Run, turn: Turn, *, say: Say) -> Outcome | None:
     return outcome
 
 
-def settle(turn: Turn, done: Done, rate: int | None) -> Run | None:
+def settle(turn: Turn, done: Done, rate: int | None) -> SyncRun | None:
     """The run of a turn; None if it depends on another that was none."""
     contest, method = turn.contest, turn.method
     count = None
@@ -93,7 +93,7 @@ def settle(turn: Turn, done: Done, rate: int | None) -> Run | None:
         if source is None:
             return None
         count = len(source.synchronised)
-    return Run(
+    return SyncRun(
         task=contest.task,
         split=contest.split,
         rate=rate,
@@ -106,13 +106,13 @@ def settle(turn: Turn, done: Done, rate: int | None) -> Run | None:
     )
 
 
-def key_of(run: Run) -> tuple[str, str, int | None, int, str]:
+def key_of(run: SyncRun) -> tuple[str, str, int | None, int, str]:
     return run.task, run.split, run.rate, run.seed, run.method
 
 
-def read(notes: Path) -> list[Outcome]:
+def read(notes: Path) -> list[SyncOutcome]:
     """What was written down; a last line that was broken off is none."""
     if not notes.exists():
         return []
     lines = [line for line in notes.read_text().splitlines() if line.endswith("}")]
-    return [Outcome.from_json(json.loads(line)) for line in lines]
+    return [SyncOutcome.from_json(json.loads(line)) for line in lines]

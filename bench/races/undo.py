@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.pipelines import layers
-from bench.pipelines.entries import Shape
+from bench.pipelines.entries import PipelineShape
 from bench.pipelines.turns import ratio, ratios
 from bench.report import Bar, Say
 from bench.running import BENCH, Running, can_limit, limited
@@ -35,8 +35,8 @@ WAYS: Mapping[str, Sequence[str]] = {
     "commit-copy, k=1": ("--copy-every", "1"),
     "commit-copy, k=10": ("--copy-every", "10"),
 }
-WIDE = Shape(model="wide", layers=6, width=768, micro_batches=2)  # large weights, little to compute
-SHAPES = {"gpt": Shape(model="gpt", layers=6, micro_batches=4), "wide": WIDE}
+WIDE = PipelineShape(model="wide", layers=6, width=768, micro_batches=2)  # large weights, little to compute
+SHAPES = {"gpt": PipelineShape(model="gpt", layers=6, micro_batches=4), "wide": WIDE}
 SLOW = {"wide, slow link": WIDE}  # where gradients are long on their way, an update beside them costs nothing
 RATE = "4gbit"
 WORKERS = 2
@@ -80,7 +80,7 @@ def race(*, rounds: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
 
 
 def take_turns(
-    title: str, shape: Shape, *, rounds: int, folder: Path, say: Say
+    title: str, shape: PipelineShape, *, rounds: int, folder: Path, say: Say
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, dict[str, float]]]:
     """Seconds a step in each round, those of the processor, and MB of a worker; only neighbours can be compared."""
     names = list(WAYS)
@@ -112,7 +112,7 @@ def _work(lines: Sequence[Mapping[str, Any]], last: int) -> float:
 
 
 @contextmanager
-def _started(shape: Shape, way: Sequence[str], folder: Path, rate: str) -> Iterator[Running]:
+def _started(shape: PipelineShape, way: Sequence[str], folder: Path, rate: str) -> Iterator[Running]:
     folder.mkdir(parents=True)
     running = Running(folder=folder.absolute(), workers=WORKERS)
     running.make_turns()
@@ -141,7 +141,7 @@ def _peak(pid: int) -> float:
     return round(int(found[1]) * 1024 / 1e6, 1) if found else 0.0
 
 
-def undo_times(shape: Shape, *, rounds: int) -> dict[str, list[float]]:
+def undo_times(shape: PipelineShape, *, rounds: int) -> dict[str, list[float]]:
     """A whole step of the shape's model, taken back at once; and how long that takes as a multiple of the step."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

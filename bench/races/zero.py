@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.report import Bar
 from bench.running import BENCH
-from bench.savers import State
+from bench.savers import SavedTraining
 from holdfast import checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.measuring import drop_from_cache, free_port, spread
@@ -34,7 +34,7 @@ def race(*, megabytes: int, rounds: int, say: Callable[[str], None]) -> tuple[di
     ours: list[float] = []
     converts: list[float] = []
     loads: list[float] = []
-    state = State(megabytes)
+    state = SavedTraining(megabytes)
     try:
         for number in range(rounds):
             drop_from_cache(folder / "saved")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.replays import replay_pictures
-from bench.replays.trial import EVERY, Ground, Outcome, Way, kill_after
+from bench.replays.trial import EVERY, Ground, KillOutcome, Way, kill_after
 from bench.report import Bar, Say
 from bench.running import BENCH
 from holdfast.measuring import spread
@@ -33,7 +33,7 @@ class Fixed:
     back: float  # noticing, fresh workers, reading the checkpoint, the redone step
 
 
-def fixed_costs(replays: Sequence[Outcome], returns: Sequence[Outcome]) -> Fixed:
+def fixed_costs(replays: Sequence[KillOutcome], returns: Sequence[KillOutcome]) -> Fixed:
     """As they were in runs with and without a log."""
     beside = [each.seconds - each.replayed for each in replays if each.replayed is not None]
     starting = [each.resumed + each.step_seconds for each in returns if each.resumed is not None]
@@ -90,7 +90,7 @@ def race(
     ground: Ground, estimate: Estimate, *, steps: int, folder: Path, say: Say
 ) -> tuple[dict[str, Any], dict[str, Bar]]:
     """One kill in each stage for each budget, budgets taking turns."""
-    outcomes: dict[int, list[Outcome]] = {parts: [] for parts in range(PARTS, -1, -1)}
+    outcomes: dict[int, list[KillOutcome]] = {parts: [] for parts in range(PARTS, -1, -1)}
     whole = 0
     for stage in range(ground.workers):
         for parts, done in outcomes.items():
@@ -116,7 +116,7 @@ def budget_options(whole: int, parts: int) -> list[str]:
     return ["--log-budget", str(max(1, whole * EVERY * parts // PARTS))]  # 0 would be no log at all
 
 
-def _point(parts: int, whole: int, outcomes: Sequence[Outcome], estimate: Estimate, steps: int) -> Point:
+def _point(parts: int, whole: int, outcomes: Sequence[KillOutcome], estimate: Estimate, steps: int) -> Point:
     return Point(
         parts=parts,
         budget=whole * parts // PARTS,

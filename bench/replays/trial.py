@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Shape
+from bench.pipelines.entries import PipelineShape
 from bench.races.log import bytes_per_step, read_lines
 from bench.running import POLL_SECONDS, Running, environment
 from holdfast.checkpoint.series import newest
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 120.0
 class Ground:
     """What all runs of a bench share."""
 
-    shape: Shape
+    shape: PipelineShape
     workers: int
     profile: Path
     checkpoint: Path  # a folder with the checkpoint that all begin from
@@ -57,7 +57,7 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class KillOutcome:
     """What a kill cost."""
 
     seconds: float  # from the kill until the step that was running is committed
@@ -80,7 +80,7 @@ def make_checkpoint(ground: Ground, folder: Path) -> None:
         raise HoldfastError(f"no checkpoint to begin from: {(done.stdout + done.stderr)[-2000:]}")
 
 
-def kill_after(ground: Ground, way: Way, *, steps: int, stage: int, folder: Path) -> Outcome:
+def kill_after(ground: Ground, way: Way, *, steps: int, stage: int, folder: Path) -> KillOutcome:
     """A run of its own, whose worker with this stage is killed so many steps after the checkpoint."""
     with _started(ground, way, folder.absolute()) as running:
         running.wait_for(BASE + steps, ground.workers, seconds=PATIENCE_SECONDS)
@@ -93,7 +93,7 @@ def kill_after(ground: Ground, way: Way, *, steps: int, stage: int, folder: Path
         committed = _wait_for_commit(running, BASE + steps + 1, after=killed)
     told = [event for event in read_events(events) if killed < event["t"] <= committed]
     planned = [event["bytes_per_step"] for event in read_events(events) if event["event"] == "logging"]
-    outcome = Outcome(
+    outcome = KillOutcome(
         seconds=committed - killed,
         **story(told, killed),
         steps=steps,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.replicas.processes import Outcome
+from bench.replicas.processes import SyncOutcome
 from bench.replicas.schedule import BSP, WORKERS, exchange_bytes
-from bench.replicas.tasks import TASKS, Task
+from bench.replicas.tasks import TASKS, LearningTask
 from bench.report import Bar
 from holdfast.measuring import spread
 
@@ -28,7 +28,7 @@ COLUMNS = {
 }
 FASTER_BAR = 5.0
 ALWAYS_EQUAL = ("BSP", "PowerSGD")  # whoever wants the averaged weights has them
-Place = tuple[str, str, int | None]  # task, split, rate
+Setting = tuple[str, str, int | None]  # task, split, rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Reach:
     samples: float
 
 
-def reach(outcome: Outcome) -> Reach | None:
+def reach(outcome: SyncOutcome) -> Reach | None:
     """Between two evaluations on a straight line. Those that were apart have to average first: that is charged."""
     task = TASKS[outcome.run.task]
     hit = next((n for n, score in enumerate(outcome.scores) if task.reached(score)), None)
@@ -62,11 +62,11 @@ def reach(outcome: Outcome) -> Reach | None:
     return Reach(seconds=seconds, sent=sent, samples=at(outcome.at) * task.batch * WORKERS)
 
 
-def place_of(outcome: Outcome) -> Place:
+def place_of(outcome: SyncOutcome) -> Setting:
     return outcome.run.task, outcome.run.split, outcome.run.rate
 
 
-def title(place: Place) -> str:
+def title(place: Setting) -> str:
     """
     >>> title(("gpt", "iid", 20)), title(("gpt", "iid", None))
     ('gpt, iid, 20 Mbit', 'gpt, iid, loopback without limit')
@@ -75,15 +75,15 @@ def title(place: Place) -> str:
     return f"{task}, {split}, {'loopback without limit' if rate is None else f'{rate} Mbit'}"
 
 
-def grouped(outcomes: Sequence[Outcome]) -> dict[Place, dict[str, list[Outcome]]]:
+def grouped(outcomes: Sequence[SyncOutcome]) -> dict[Setting, dict[str, list[SyncOutcome]]]:
     """By place, then by method, seeds in order."""
-    found: dict[Place, dict[str, list[Outcome]]] = {}
+    found: dict[Setting, dict[str, list[SyncOutcome]]] = {}
     for outcome in sorted(outcomes, key=lambda each: each.run.seed):
         found.setdefault(place_of(outcome), {}).setdefault(outcome.run.method, []).append(outcome)
     return found
 
 
-def rows(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def rows(outcomes: Sequence[SyncOutcome]) -> dict[str, Any]:
     """A row for each method in each place, the fastest to the target first."""
     table: dict[str, Any] = {}
     for place, methods in sorted(grouped(outcomes).items(), key=lambda each: _rank(each[0])):
@@ -93,17 +93,17 @@ def rows(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return table
 
 
-def _rank(place: Place) -> tuple[int, int, str]:
+def _rank(place: Setting) -> tuple[int, int, str]:
     task, split, rate = place
     return rate or 0, list(TASKS).index(task), split
 
 
-def _median_seconds(runs: Sequence[Outcome]) -> float:
+def _median_seconds(runs: Sequence[SyncOutcome]) -> float:
     found = [reach(each) for each in runs]
     return statistics.median(each.seconds if each is not None else math.inf for each in found)
 
 
-def row(runs: Sequence[Outcome], bsp: dict[int, Outcome]) -> dict[str, Any]:
+def row(runs: Sequence[SyncOutcome], bsp: dict[int, SyncOutcome]) -> dict[str, Any]:
     task = TASKS[runs[0].run.task]
     found = [(each, reach(each)) for each in runs]
     there = [(each, when) for each, when in found if when is not None]
@@ -132,12 +132,12 @@ def row(runs: Sequence[Outcome], bsp: dict[int, Outcome]) -> dict[str, Any]:
     return shown
 
 
-def score_at(outcome: Outcome, step: int) -> float | None:
+def score_at(outcome: SyncOutcome, step: int) -> float | None:
     """What it had learnt by then."""
     return next((score for at, score in zip(outcome.at, outcome.scores, strict=True) if at == step), None)
 
 
-def _ratio(bsp: Outcome | None, seconds: float) -> float | None:
+def _ratio(bsp: SyncOutcome | None, seconds: float) -> float | None:
     """How many times as fast as BSP with the same seed; BSP that never arrived was at least that slow."""
     if bsp is None:
         return None
@@ -149,7 +149,7 @@ def _ratio(bsp: Outcome | None, seconds: float) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class MethodMedians:
     """A method's medians over seeds, each compared with another method's of the same seed."""
 
     name: str
@@ -159,7 +159,7 @@ class Standing:
     of_local: tuple[float, float] = (math.inf, math.inf)  # seconds and bytes to target, of the best Local SGD's
 
 
-def bars_of(outcomes: Sequence[Outcome], rate: int = 20) -> dict[str, Bar]:
+def bars_of(outcomes: Sequence[SyncOutcome], rate: int = 20) -> dict[str, Bar]:
     """At the slow link on data that all can read, for each task."""
     bars: dict[str, Bar] = {}
     for (task, split, at), methods in grouped(outcomes).items():
@@ -168,7 +168,7 @@ def bars_of(outcomes: Sequence[Outcome], rate: int = 20) -> dict[str, Bar]:
     return bars
 
 
-def _bars(task: Task, methods: dict[str, list[Outcome]]) -> dict[str, Bar]:
+def _bars(task: LearningTask, methods: dict[str, list[SyncOutcome]]) -> dict[str, Bar]:
     seeds = len(methods[BSP.name])  # what has run with one of them is no match
     kinds = {name: runs[0].run.kind for name, runs in methods.items() if len(runs) == seeds}
     plain = [n for n, kind in kinds.items() if kind == "LocalSGD" and "matched" not in n and "overlap" not in n]
@@ -192,7 +192,7 @@ def _bars(task: Task, methods: dict[str, list[Outcome]]) -> dict[str, Bar]:
     return bars
 
 
-def best(standings: Sequence[Standing], task: Task) -> Standing | None:
+def best(standings: Sequence[MethodMedians], task: LearningTask) -> MethodMedians | None:
     """The fastest of those that end as well as BSP, if any do; one that beats Local SGD in both goes first."""
     there = [each for each in standings if each.seconds < math.inf]
     as_good = [each for each in there if each.worse_by <= task.same] or there
@@ -200,7 +200,9 @@ def best(standings: Sequence[Standing], task: Task) -> Standing | None:
     return min(both, key=lambda each: each.seconds, default=None)
 
 
-def standing(task: Task, methods: dict[str, list[Outcome]], name: str, against: str | None = None) -> Standing:
+def standing(
+    task: LearningTask, methods: dict[str, list[SyncOutcome]], name: str, against: str | None = None
+) -> MethodMedians:
     bsp = {each.run.seed: each for each in methods[BSP.name]}
     rivals = {each.run.seed: reach(each) for each in methods.get(against or "", [])}
     seconds, worse, of_bsp, of_local = [], [], [], []
@@ -217,7 +219,7 @@ def standing(task: Task, methods: dict[str, list[Outcome]], name: str, against: 
         statistics.median(a for a, _ in of_local) if of_local else math.inf,
         statistics.median(b for _, b in of_local) if of_local else math.inf,
     )
-    return Standing(
+    return MethodMedians(
         name=name,
         seconds=statistics.median(seconds),
         worse_by=statistics.median(worse) if worse else math.inf,

@@ -23,7 +23,7 @@ MEMORY = Path("/dev/shm")  # weights to be evaluated wait here
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SyncRun:
     """One method, trained once."""
 
     task: str
@@ -38,10 +38,10 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SyncOutcome:
     """What came of a run. Lists have an entry for each evaluation, the last one at the end of training."""
 
-    run: Run
+    run: SyncRun
     at: list[int]  # steps that were done
     seconds: list[float]
     sent: list[int]  # bytes, of all workers
@@ -56,11 +56,11 @@ class Outcome:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Outcome:
-        return cls(**{**found, "run": Run(**found["run"])})
+    def from_json(cls, found: dict[str, Any]) -> SyncOutcome:
+        return cls(**{**found, "run": SyncRun(**found["run"])})
 
 
-class Broken(HoldfastError):
+class WorkerFailed(HoldfastError):
     """A worker ended, or said nothing for too long."""
 
 
@@ -102,7 +102,7 @@ class Workers:
                 _close(pipe)
         self.processes.clear()
 
-    def run(self, run: Run, *, patience: float) -> list[dict[str, Any]]:
+    def run(self, run: SyncRun, *, patience: float) -> list[dict[str, Any]]:
         """What each worker has to say; after ``patience`` seconds all are ended."""
         if not self.processes:
             self.start()
@@ -114,9 +114,9 @@ class Workers:
                 process.stdin.write(line)
                 process.stdin.flush()
             return self._listen(patience)
-        except (Broken, OSError) as e:
+        except (WorkerFailed, OSError) as e:
             self.stop()
-            raise Broken(f"{run.method} broke off: {e}", hint=f"see {self.log}") from e
+            raise WorkerFailed(f"{run.method} broke off: {e}", hint=f"see {self.log}") from e
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -130,11 +130,11 @@ class Workers:
             while len(said) < len(self.processes):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise Broken(f"nothing was heard for {patience:.0f} s")
+                    raise WorkerFailed(f"nothing was heard for {patience:.0f} s")
                 for key, _ in ready:
                     line = self.processes[key.data].stdout.readline()
                     if not line:
-                        raise Broken(f"worker {key.data} ended")
+                        raise WorkerFailed(f"worker {key.data} ended")
                     said[key.data] = json.loads(line)
         return [said[rank] for rank in sorted(said)]
 
@@ -156,13 +156,13 @@ def workers(network: Network, log: Path) -> Iterator[Workers]:
         made.stop()
 
 
-def gather(run: Run, said: list[dict[str, Any]], *, every: int, counts_all: bool, capped: bool) -> Outcome:
+def gather(run: SyncRun, said: list[dict[str, Any]], *, every: int, counts_all: bool, capped: bool) -> SyncOutcome:
     """From what each worker noted: the last to be there sets the time, and bytes are added up."""
     began = max(one["began"] for one in said)
     counted = said[:1] if counts_all else said
     scores = {int(n): score for one in said for n, score in one["scores"].items()}
     at = [*range(every, run.steps, every), run.steps]
-    return Outcome(
+    return SyncOutcome(
         run=run,
         at=at,
         seconds=[round(max(times) - began, 4) for times in zip(*(one["times"] for one in said), strict=True)],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.replicas.methods import Method
-from bench.replicas.tasks import TASKS, Task
+from bench.replicas.tasks import TASKS, LearningTask
 
 WORKERS = 4
 SEED = 10  # the first; settings were looked for with smaller ones, and learning rates with seed 1000
@@ -86,7 +86,7 @@ FEW = (BSP, POWER, LOCAL[10], LOCAL[25], DILOCO, OURS, OVERLAPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class SyncContest:
     """Methods that are compared with each other."""
 
     task: str
@@ -102,7 +102,7 @@ class Contest:
 class Turn:
     """One run that is to come."""
 
-    contest: Contest
+    contest: SyncContest
     method: Method
     seed: int
     steps: int
@@ -118,24 +118,24 @@ class Turn:
 
 
 FULL = (
-    Contest(task="gpt", split="iid", rate=20, seeds=2, methods=(*MOST, BOUNDED["gpt"]), once=ONCE),
-    Contest(task="digits", split="iid", rate=20, seeds=3, methods=(*MOST, BOUNDED["digits"]), once=ONCE),
-    Contest(task="digits", split="labels", rate=20, seeds=2, methods=SOME),
-    Contest(task="digits", split="labels, injected", rate=20, seeds=1, methods=(BSP, LOCAL[5], VARIANCE, DENSE)),
-    Contest(task="digits", split="own chunks", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS, OVERLAPPED)),
-    Contest(task="gpt", split="iid", rate=100, seeds=1, methods=FEW),
-    Contest(task="digits", split="iid", rate=100, seeds=1, methods=FEW),
-    Contest(task="gpt", split="iid", rate=1000, seeds=1, methods=FEW),
-    Contest(task="digits", split="iid", rate=1000, seeds=1, methods=FEW),
+    SyncContest(task="gpt", split="iid", rate=20, seeds=2, methods=(*MOST, BOUNDED["gpt"]), once=ONCE),
+    SyncContest(task="digits", split="iid", rate=20, seeds=3, methods=(*MOST, BOUNDED["digits"]), once=ONCE),
+    SyncContest(task="digits", split="labels", rate=20, seeds=2, methods=SOME),
+    SyncContest(task="digits", split="labels, injected", rate=20, seeds=1, methods=(BSP, LOCAL[5], VARIANCE, DENSE)),
+    SyncContest(task="digits", split="own chunks", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS, OVERLAPPED)),
+    SyncContest(task="gpt", split="iid", rate=100, seeds=1, methods=FEW),
+    SyncContest(task="digits", split="iid", rate=100, seeds=1, methods=FEW),
+    SyncContest(task="gpt", split="iid", rate=1000, seeds=1, methods=FEW),
+    SyncContest(task="digits", split="iid", rate=1000, seeds=1, methods=FEW),
 )
 QUICK = (
-    Contest(task="digits", split="iid", rate=20, seeds=1, methods=(*MOST, BOUNDED["digits"]), once=ONCE, steps=144),
-    Contest(task="digits", split="labels", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS), steps=80),
-    Contest(task="gpt", split="iid", rate=100, seeds=1, methods=(BSP, LOCAL[10], OURS, MATCHED[0]), steps=24),
+    SyncContest(task="digits", split="iid", rate=20, seeds=1, methods=(*MOST, BOUNDED["digits"]), once=ONCE, steps=144),
+    SyncContest(task="digits", split="labels", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS), steps=80),
+    SyncContest(task="gpt", split="iid", rate=100, seeds=1, methods=(BSP, LOCAL[10], OURS, MATCHED[0]), steps=24),
 )
 
 
-def order(contests: Sequence[Contest]) -> list[Turn]:
+def order(contests: Sequence[SyncContest]) -> list[Turn]:
     """Rate by rate, as workers have to move; then seed by seed, and all methods of a seed before the next one's.
 
     Each seed begins with another method, so that none always has the machine as another one left it. Methods matched
@@ -162,7 +162,7 @@ def rotated(methods: Sequence[Method], seed: int) -> list[Method]:
     return [*free[shift:], *free[:shift], *(method for method in methods if method.matched is not None)]
 
 
-def _turn(contest: Contest, method: Method, seed: int) -> Turn:
+def _turn(contest: SyncContest, method: Method, seed: int) -> Turn:
     task = TASKS[contest.task]
     steps = steps_of(contest, method)
     if method.kind == "SSP":
@@ -170,18 +170,18 @@ def _turn(contest: Contest, method: Method, seed: int) -> Turn:
     return Turn(contest=contest, method=method, seed=seed, steps=steps)
 
 
-def steps_of(contest: Contest, method: Method) -> int:
+def steps_of(contest: SyncContest, method: Method) -> int:
     """Whoever sends little has cheap steps, and may take more of them to be as good: still in less time than BSP."""
     task = TASKS[contest.task]
     return contest.steps or (task.steps if method.kind == "BSP" else task.cheap_steps)
 
 
-def exchange_bytes(task: Task) -> float:
+def exchange_bytes(task: LearningTask) -> float:
     """What a worker sends when all average their weights: each owns a part, collects it, and hands it out."""
     return 4.0 * task.parameters * 2 * (WORKERS - 1) / WORKERS
 
 
-def seconds_of_step(task: Task, method: Method, rate: int) -> float:
+def seconds_of_step(task: LearningTask, method: Method, rate: int) -> float:
     """An estimate."""
     exchange = exchange_bytes(task) * 8 / (rate * 1e6) * 1.05
     compute = COMPUTE[task.name]

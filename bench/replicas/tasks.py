@@ -38,7 +38,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class LearningTask:
     """One of the things to learn. ``score`` is of held-out data: a loss, or the share of right answers."""
 
     name: str
@@ -71,7 +71,7 @@ class Task:
         return self.build()
 
 
-class Table:
+class SampleTable:
     """Samples as two tensors."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
@@ -85,7 +85,7 @@ class Table:
         return self.inputs[chosen], self.targets[chosen]
 
 
-def make_partition(task: Task, split: str, seed: int) -> Partition:
+def make_partition(task: LearningTask, split: str, seed: int) -> Partition:
     """Who reads what: ``iid`` (SelDP), ``own chunks`` (DefDP), ``labels`` (each worker knows two or three of ten only),
     ``labels, injected`` (half of the workers share half of a batch; they read it themselves, no byte is counted).
     """
@@ -98,19 +98,19 @@ def make_partition(task: Task, split: str, seed: int) -> Partition:
     return Injection(base=labels, alpha=0.5, beta=0.5, seed=seed) if split == "labels, injected" else labels
 
 
-def windows_table(windows: Windows) -> Table:
+def windows_table(windows: Windows) -> SampleTable:
     pairs = [windows[i] for i in range(len(windows))]
-    return Table(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
+    return SampleTable(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
 
 
 @cache
-def text_data() -> tuple[Table, Table]:
+def text_data() -> tuple[SampleTable, SampleTable]:
     train, held_out = (windows_table(each) for each in standard_library(window=GPT.window))
     few = torch.arange(0, len(held_out), max(1, len(held_out) // HELD_OUT))[:HELD_OUT]  # from all of it
-    return train, Table(*held_out.take(few))
+    return train, SampleTable(*held_out.take(few))
 
 
-def draw_digits(count: int, seed: int) -> Table:
+def draw_digits(count: int, seed: int) -> SampleTable:
     """Digits somewhere on images of 10x8, in noise: those of ``examples/digits.py``, drawn all at once.
 
     >>> table = draw_digits(3, seed=0)
@@ -127,11 +127,11 @@ def draw_digits(count: int, seed: int) -> Table:
     images = NOISE * torch.randn(count, 1, 10, 8, generator=dice)
     for n, (digit, (y, x)) in enumerate(zip(digits.tolist(), places.tolist(), strict=True)):
         images[n, 0, y : y + 7, x : x + 5] += ink[n] * glyphs[digit]
-    return Table(images, digits)
+    return SampleTable(images, digits)
 
 
 @cache
-def digit_data() -> tuple[Table, Table]:
+def digit_data() -> tuple[SampleTable, SampleTable]:
     return draw_digits(DIGITS, seed=1), draw_digits(TEST_DIGITS, seed=2)
 
 
@@ -156,7 +156,7 @@ def share_right(scores: Tensor, target: Tensor) -> Tensor:
 TASKS = {
     task.name: task
     for task in (
-        Task(
+        LearningTask(
             name="gpt",
             measure="loss",
             steps=120,
@@ -171,7 +171,7 @@ TASKS = {
             loss=next_byte_loss,
             score=next_byte_loss,
         ),
-        Task(
+        LearningTask(
             name="digits",
             measure="accuracy",
             steps=200,
@@ -191,7 +191,7 @@ TASKS = {
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module) -> float:
+def evaluate(task: LearningTask, model: nn.Module) -> float:
     _, held_out = task.data()
     total = 0.0
     for first in range(0, len(held_out), 128):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from bench.replicas.methods import Method
 from bench.replicas.network import loopback
-from bench.replicas.processes import Broken, Outcome, Run, Workers, gather, workers
+from bench.replicas.processes import SyncOutcome, SyncRun, WorkerFailed, Workers, gather, workers
 from bench.replicas.schedule import MOST, ONCE, WORKERS
-from bench.replicas.tasks import TASKS, Task
+from bench.replicas.tasks import TASKS, LearningTask
 from bench.running import BENCH
 
 GRID = {"gpt": (1e-3, 1.5e-3, 2.2e-3), "digits": (8e-3, 16e-3, 32e-3)}
@@ -21,12 +21,12 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    task: Task
+    task: LearningTask
     method: Method
     lr: float
 
-    def run(self) -> Run:
-        return Run(
+    def run(self) -> SyncRun:
+        return SyncRun(
             task=self.task.name,
             split="iid",
             rate=None,
@@ -67,7 +67,7 @@ def _badness(trial: Trial, running: Workers, say: Callable[[str], None]) -> floa
     run = trial.run()
     try:
         said = running.run(run, patience=PATIENCE)
-    except Broken as e:
+    except WorkerFailed as e:
         say(str(e))
         return None
     outcome = gather(run, said, every=trial.task.every, counts_all=True, capped=False)
@@ -76,11 +76,11 @@ def _badness(trial: Trial, running: Workers, say: Callable[[str], None]) -> floa
     return value
 
 
-def _last(outcome: Outcome) -> float:
+def _last(outcome: SyncOutcome) -> float:
     return outcome.scores[-1]
 
 
-def badness(task: Task, scores: Sequence[float]) -> float:
+def badness(task: LearningTask, scores: Sequence[float]) -> float:
     """How badly it went over the last third of the evaluations: one alone would be noise.
 
     >>> badness(TASKS["gpt"], [9.0, 9.0, 3.0])

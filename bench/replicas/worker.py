@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.replicas.methods import make_policy
 from bench.replicas.network import read_sent
-from bench.replicas.tasks import TASKS, Task, evaluate, make_partition
+from bench.replicas.tasks import TASKS, LearningTask, evaluate, make_partition
 
 WARM_UP = 10  # steps in which the learning rate rises
 PATIENCE = 120.0  # seconds for the others' files
@@ -56,7 +56,7 @@ class Notes:
         return read_sent(self._device) - self._sent_before
 
 
-class Training:
+class ReplicaTraining:
     """The bare loop that all methods share."""
 
     def __init__(self, run: dict[str, Any], rank: int, workers: int) -> None:
@@ -81,7 +81,7 @@ class Training:
 
 
 def train(run: dict[str, Any], rank: int, workers: int, device: str) -> dict[str, Any]:
-    training = Training(run, rank, workers)
+    training = ReplicaTraining(run, rank, workers)
     with _group(run, rank, workers):
         train_by = _with_ddp if run["kind"] in ("BSP", "PowerSGD") else _with_policy
         notes = train_by(training, run, device)
@@ -112,7 +112,7 @@ def _group(run: dict[str, Any], rank: int, workers: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _with_ddp(training: Training, run: dict[str, Any], device: str) -> Notes:
+def _with_ddp(training: ReplicaTraining, run: dict[str, Any], device: str) -> Notes:
     model = DistributedDataParallel(training.model, **run["settings"].get("ddp", {}))
     if run["kind"] == "PowerSGD":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -129,7 +129,7 @@ def _with_ddp(training: Training, run: dict[str, Any], device: str) -> Notes:
     return notes
 
 
-def _with_policy(training: Training, run: dict[str, Any], device: str) -> Notes:
+def _with_policy(training: ReplicaTraining, run: dict[str, Any], device: str) -> Notes:
     policy: Any = make_policy(run["kind"], run["settings"])
     with policy.around(training.model, training.optimizer, seed=run["seed"]) as loop:
         dist.barrier()
@@ -144,7 +144,7 @@ def _with_policy(training: Training, run: dict[str, Any], device: str) -> Notes:
 
 
 def _evaluate_averages(
-    task: Task, model: nn.Module, copies: np.ndarray[Any, Any], folder: Path, rank: int, workers: int
+    task: LearningTask, model: nn.Module, copies: np.ndarray[Any, Any], folder: Path, rank: int, workers: int
 ) -> dict[int, float]:
     """What the mean of all workers' weights scored, at those evaluations that fall to this worker."""
     mine = folder / f"{rank}.npy"
@@ -166,7 +166,7 @@ def _read(path: Path) -> np.ndarray[Any, Any]:
     return found
 
 
-def _score_of(task: Task, model: nn.Module, weights: np.ndarray[Any, Any]) -> float:
+def _score_of(task: LearningTask, model: nn.Module, weights: np.ndarray[Any, Any]) -> float:
     nn.utils.vector_to_parameters(torch.from_numpy(np.array(weights)), model.parameters())
     return evaluate(task, model)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.pipelines.entries import Shape
+from bench.pipelines.entries import PipelineShape
 from bench.pipelines.update_entry import held_bytes
 from bench.races import undo
 
@@ -28,7 +28,7 @@ def test_processor_time_is_that_of_the_turn_alone() -> None:
 
 
 def test_an_undo_is_timed_beside_its_update() -> None:
-    found = undo.undo_times(Shape(model="wide", layers=2, width=8), rounds=3)
+    found = undo.undo_times(PipelineShape(model="wide", layers=2, width=8), rounds=3)
     assert all(len(values) == 3 and min(values) > 0 for values in found.values())
 
 
