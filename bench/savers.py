@@ -1,4 +1,4 @@
-"""The contestants of ``bench checkpoint``: one way to save and to load each."""
+"""Contestants of ``bench checkpoint``: ways to save and to load."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from holdfast import checkpoint
 from holdfast.checkpoint.disk import sync_folder
 
-WIDTH = 1024
+WIDTH = 1024  # of a layer, as in bench/peers/deepspeed_zero.py
 
 
 class SavedTraining:
-    """A model in training, with its optimizer, of about so many megabytes in all."""
+    """Model in training with its optimizer, of about so many megabytes in all."""
 
     def __init__(self, megabytes: int) -> None:
         torch.manual_seed(0)
@@ -38,7 +38,7 @@ class SavedTraining:
         self.nbytes = sum(3 * p.nbytes for p in self.model.parameters())
 
     def train_step(self) -> float:
-        """One step of training; returns its seconds."""
+        """Train one step; return its seconds."""
         begin = time.monotonic()
         self.model(self._input).square().mean().backward()
         self.optimizer.step()
@@ -46,21 +46,24 @@ class SavedTraining:
         return time.monotonic() - begin
 
     def tensors(self) -> list[torch.Tensor]:
+        """Return all weights and optimizer slots."""
         slots = [t for p in self.model.parameters() for t in self.optimizer.state[p].values()]
         return [*self.model.parameters(), *slots]
 
     @torch.no_grad()
     def scramble(self) -> None:
-        """Remembers a few numbers and overwrites all, so that a load that does nothing is noticed."""
+        """Remember a few numbers and overwrite all, so that a load that does nothing is noticed."""
         self._before = [float(t.reshape(-1)[-1]) for t in self.tensors()]
         for tensor in self.tensors():
             tensor.fill_(-7.0)
 
     def check(self, name: str) -> None:
+        """Assert that the load of format ``name`` brought the remembered numbers back."""
         after = [float(t.reshape(-1)[-1]) for t in self.tensors()]
         assert after == self._before, f"{name} did not load what was saved"
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch.distributed.checkpoint takes it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -145,7 +148,7 @@ _stager: list[DefaultStager] = []
 
 
 def _async_dcp_staged(state: SavedTraining, folder: Path) -> Handle:
-    """With a stager that keeps its memory. It still copies before it returns: this loop changes the weights."""
+    """Save with a stager that keeps its memory. It copies before it returns, as this loop changes the weights."""
     _group()
     if not _stager:
         options = StagingOptions(
@@ -177,18 +180,18 @@ def _async_holdfast(state: SavedTraining, folder: Path) -> Handle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveFormat:
-    """A way to save durably, and to load what was saved into the same objects."""
+class DurableFormat:
+    """Way to save durably, and to load what was saved into the same objects."""
 
     save: Callable[[SavedTraining, Path], None]
     load: Callable[[SavedTraining, Path], None]
 
 
 FORMATS = {
-    "torch.save": SaveFormat(save=_save_torch, load=_load_torch),
-    "safetensors": SaveFormat(save=_save_safetensors, load=_load_safetensors),
-    "DCP": SaveFormat(save=_save_dcp, load=_load_dcp),
-    "holdfast": SaveFormat(save=_save_holdfast, load=_load_holdfast),
+    "torch.save": DurableFormat(save=_save_torch, load=_load_torch),
+    "safetensors": DurableFormat(save=_save_safetensors, load=_load_safetensors),
+    "DCP": DurableFormat(save=_save_dcp, load=_load_dcp),
+    "holdfast": DurableFormat(save=_save_holdfast, load=_load_holdfast),
 }
 ASYNC: dict[str, Callable[[SavedTraining, Path], Handle]] = {
     "DCP async": _async_dcp,

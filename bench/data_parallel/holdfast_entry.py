@@ -1,4 +1,4 @@
-"""Holdfast's own entry in the races: the same model, batch and progress lines as the peers."""
+"""Holdfast's entry in the races of whole models: the model, batch and progress lines of the peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.peers import common
 
 
 class Texts:
-    """A map-style data set of the workload's texts."""
+    """Map-style data set of the workload's texts."""
 
     def __init__(self, args: argparse.Namespace, size: int) -> None:
         self._args = args

@@ -1,4 +1,4 @@
-"""What the race's model costs, measured again in every turn: the planner's estimate meets the same weather."""
+"""Script that measures the model's costs in every turn, so that the planner's estimate is of the same moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.engine.profile.script import until_training
 if TYPE_CHECKING:
     from holdfast.run import Run
 
-ROUNDS = 6  # passes in a turn
+ROUNDS = 6  # forward and backward passes that are timed in a turn
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Fewer and fewer workers: step times against a restart's and the planner's promise, and how long a loss stops all."""
+"""Contest on fewer and fewer workers: step times against a restart's and the planner's estimate, and time per loss."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from holdfast.measuring import spread
 from holdfast.plan.profile import Profile
 from holdfast.words import size_text
 
-BEYOND_MS = 150.0  # that a recovery may take beside the redone step and the transfer,
-LINK_SHARE = 0.7  # which has to reach this much of the link
+BEYOND_MS = 150.0  # bar: ms that a recovery may take beyond the redone step and the transfer
+LINK_SHARE = 0.7  # share of the bandwidth that a transfer is expected to reach
 OURS, THEIRS = "holdfast", "restart"
 LIGHT = PipelineShape(model="waiting", layers=12, micro_batches=12)
 HEAVY = PipelineShape(model="waiting", layers=12, micro_batches=8, width=1024)  # 12.6 MB to send for a layer
@@ -42,7 +42,7 @@ Courses = dict[str, list[Course]]
 
 @dataclass(frozen=True, kw_only=True)
 class LossSizes:
-    """Who is lost when: of ``workers``, of which a pipeline takes at least ``minimum``."""
+    """Sizes of the contest: a pipeline takes at least ``minimum`` of the ``workers``."""
 
     shape: PipelineShape = LIGHT
     workers: int = 6
@@ -55,7 +55,7 @@ class LossSizes:
 
 
 def race(sizes: LossSizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Both systems lose workers, beside each other; then layers are sent over a slow link."""
+    """Let both systems lose workers, beside each other, then send layers over a slow link; return results and bars."""
     profile = make_profile(sizes.shape, sizes.minimum, folder / "profile")
     courses: Courses = {OURS: [], THEIRS: []}
     for number in range(rounds):
@@ -85,7 +85,7 @@ def _both(sizes: LossSizes, profile: Profile, folder: Path, seed: int) -> dict[s
 
 
 def _heavy(sizes: LossSizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], list[float]]:
-    """Large layers, and a link on which sending them takes time."""
+    """Lose a worker where layers are large and the link is slow, so that sending takes time."""
     profile = make_profile(sizes.heavy, sizes.minimum, folder / "profile")
     workers, rate = sizes.heavy_workers, f"{sizes.gigabits}gbit"
     courses = []
@@ -112,7 +112,7 @@ def _heavy(sizes: LossSizes, rounds: int, folder: Path, say: Say) -> tuple[dict[
 
 
 def make_profile(shape: PipelineShape, minimum: int, folder: Path) -> Profile:
-    """As ``holdfast profile`` measures it, for workers of which a pipeline takes at least ``minimum``."""
+    """Return what ``holdfast profile`` measures, with the memory that makes a pipeline take ``minimum`` workers."""
     folder.mkdir(parents=True, exist_ok=True)
     target = (folder / "profile.json").absolute()
     script = ["-m", "bench.pipelines.pipeline_entry", *shape.arguments()]
@@ -125,7 +125,7 @@ def make_profile(shape: PipelineShape, minimum: int, folder: Path) -> Profile:
 
 
 def memory_for(profile: Profile, minimum: int) -> int:
-    """Bytes of a worker so that fewer than ``minimum`` of them cannot hold all layers.
+    """Return bytes of a worker so that fewer than ``minimum`` of them cannot hold all layers.
 
     >>> from holdfast.plan.profile import uniform
     >>> memory_for(uniform(12, weight_bytes=10, saved_bytes=0), 2)
@@ -146,7 +146,7 @@ def _options(profile: Profile, folder: Path) -> list[str]:
 
 
 def told(course: Course) -> str:
-    """In words.
+    """Return a course in words.
 
     >>> told(Course(step_s={3: [0.1], 2: [0.2, 0.3, 0.2]}, back_s={2: 0.5}))
     '3 workers 100 ms a step, 2 workers 200 ms a step after 500 ms'
@@ -159,7 +159,7 @@ def told(course: Course) -> str:
 
 
 def beyond_ms(course: Course, bandwidth: float) -> list[float]:
-    """What each recovery took beside the redone step and the transfer at the share of the link that is asked for.
+    """Return the ms of each recovery beyond the redone step and the transfer, at ``LINK_SHARE`` of the bandwidth.
 
     >>> beyond_ms(Course(step_s={3: [0.1], 2: [0.2]}, back_s={2: 0.5}, received={2: 700}), bandwidth=10_000.0)
     [200.0]
@@ -206,7 +206,7 @@ def _back(courses: Sequence[Course], left: int) -> dict[str, Any]:
 
 
 def _bars(sizes: LossSizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Bar]:
-    """On one worker less a grid leaves somebody idle; and whoever restarts is told how long interpreters took."""
+    """Return the bars: speed with one worker less, where a grid leaves one idle, and the time back after a loss."""
     left = sizes.workers - 1
     pairs = list(zip(courses[THEIRS], courses[OURS], strict=True))
     steps = [a / b for theirs, ours in pairs for a, b in zip(theirs.step_s[left], ours.step_s[left], strict=True)]

@@ -1,4 +1,4 @@
-"""Holdfast's entry in the pipeline race."""
+"""Script of holdfast's entry in the races with pipelines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main() -> None:
 def make_run(
     args: argparse.Namespace, *, kind: Callable[..., holdfast.Run] = holdfast.Run, **settings: Any
 ) -> holdfast.Run:
-    """What all races of holdfast with itself and with others train."""
+    """Return a run of the model that all these races train; ``kind`` makes it, ``settings`` are the run's."""
     return kind(
         layers=model.build_layers(args),
         loss=model.loss_fn,
@@ -70,11 +70,12 @@ def make_run(
 
 
 def worker_number() -> int:
+    """Return the number of this worker on its host."""
     return int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1])
 
 
 def _tell_log(args: argparse.Namespace, run: holdfast.Run, step: int) -> None:
-    """What this worker's log holds after a step, in a line beside its progress."""
+    """Write the size of this worker's log after a step, as a line beside its progress."""
     log: Any = run.engine.log
     if args.burst and step % args.burst == 0:
         log.settle()  # whoever spills does it in its own turn

@@ -1,4 +1,4 @@
-"""One contestant of ``bench undo``: the same model, updated in one of the ways there are."""
+"""Script of a contestant of ``bench undo``: the same model, updated in one of the ways."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def held_bytes() -> int:
-    """Bytes of all tensors that are alive, each memory once: between two steps nothing of a step is left."""
+    """Return the bytes of all tensors that are alive, each memory counted once."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():

@@ -1,4 +1,4 @@
-"""Saving and loading against the raw disk and the formats people use, interleaved in one run."""
+"""Race of saving and loading, against the raw disk and the formats people use, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ Times = dict[str, list[float]]  # seconds of each round, by contestant
 
 
 def race(*, megabytes: int, rounds: int, seed: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Every contestant saves, loads cold and saves beside training once a round, in random order."""
+    """Let every contestant save, load cold and save beside training once a round; return results and bars.
+
+    ``megabytes`` is the size of the state; ``seed`` decides the order of turns.
+    """
     torch.set_num_threads(os.cpu_count() or 1)  # training and saving compete for the same cores, as on a busy machine
     folder = BENCH / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
@@ -59,7 +62,7 @@ def race(*, megabytes: int, rounds: int, seed: int, say: Say) -> tuple[dict[str,
 
 
 def _save(name: str, state: SavedTraining, folder: Path) -> float:
-    """Until the data is on the disk. What was there before is removed first, and not counted."""
+    """Return the seconds until the data is on the disk; removing older data first is not counted."""
     target = folder / name.replace(" ", "-")
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -81,7 +84,7 @@ def _load(name: str, state: SavedTraining, folder: Path) -> float:
 
 
 def _beside_training(name: str, state: SavedTraining, folder: Path) -> tuple[float, float]:
-    """(how long the call took, training time that the save cost in all)."""
+    """Return the seconds of the call, and the training time that the save cost in all."""
     target = folder / f"{name.replace(' ', '-')}-beside"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

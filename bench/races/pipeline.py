@@ -1,4 +1,4 @@
-"""Pipelines against torch.distributed.pipelining, data parallelism, the planner's promise and Varuna-style restarts.
+"""Race of pipelines: torch.distributed.pipelining, data parallelism, the planner's estimate, Varuna-style restarts.
 
 Two cores compute for two workers. What takes more workers is trained by a model whose layers sleep instead of
 computing, so that each worker behaves as if it had a machine of its own; rows say so ("waiting").
@@ -32,7 +32,7 @@ PIPELINING, DDP, MEASURING = "torch pipelining", "torch DDP", "measuring"
 EXACT, FAST, SIDE_BY_SIDE = "holdfast, exact", "holdfast, fast", "holdfast, data parallel"
 AGAINST = {"of_pipelining": PIPELINING, "of_ddp": DDP}
 Part = tuple[dict[str, Any], dict[str, Bar]]
-SLOW = "1gbit"
+SLOW = "1gbit"  # rate of a slow link, as tc writes it
 WAITS = "waiting: layers sleep instead of computing, so that each worker is like a machine of its own"
 COMPUTING = PipelineShape(model="gpt", layers=6)
 WIDE = PipelineShape(model="wide", layers=8, width=1024, micro_batch=16)
@@ -42,7 +42,7 @@ LOSING = fewer_workers.LossSizes()
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSizes:
-    """What is trained, and by how many."""
+    """Shapes of the contests, rates of their links, and the steps in a turn."""
 
     computing: PipelineShape = COMPUTING
     wide: PipelineShape = WIDE
@@ -53,7 +53,7 @@ class PipelineSizes:
 
 
 def race(*, rounds: int, say: Say, sizes: PipelineSizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Contests one after the other; within each, contestants take turns."""
+    """Run the contests one after the other; return results and bars."""
     sizes = sizes or PipelineSizes()
     folder = BENCH / "pipeline"
     shutil.rmtree(folder, ignore_errors=True)
@@ -71,7 +71,7 @@ def _halves(layers: int) -> tuple[int, int]:
 
 
 def _entries(shape: PipelineShape, workers: int, *, rate: str = "", systems: Sequence[str]) -> dict[str, Contestant]:
-    """By name; all pipelines are cut in the same place."""
+    """Return contestants by name; all pipelines are cut in the same place."""
     cut, whole = _halves(shape.layers), (shape.layers,)
     known = {
         PIPELINING: Contestant(system="torch", workers=workers, stages=cut, rate=rate),
@@ -85,7 +85,7 @@ def _entries(shape: PipelineShape, workers: int, *, rate: str = "", systems: Seq
 
 
 def _computing(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Two stages on two cores: against everybody, and against what the planner makes of the costs of that moment."""
+    """Race two stages on two cores, against all others and against the planner's estimate from costs of that moment."""
     shape = sizes.computing
     systems = [PIPELINING, EXACT, FAST, DDP, SIDE_BY_SIDE, MEASURING]
     contest = SpeedContest(
@@ -115,7 +115,7 @@ def _computing(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Par
 
 
 def _wide(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Large weights and small activations: a pipeline sends less than data parallelism."""
+    """Race with large weights and small activations, where a pipeline sends less than data parallelism."""
     results: dict[str, Any] = {}
     bars: dict[str, Bar] = {}
     for rate in sizes.links:
@@ -138,7 +138,7 @@ def _wide(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
 
 
 def _waiting(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Two pipelines of two stages: torch's sum gradients by DDP around each stage."""
+    """Race two pipelines of two stages; torch's sum their gradients by DDP around each stage."""
     say(WAITS)
     title = "2 x 2 stages, waiting"
     contest = SpeedContest(
@@ -159,5 +159,5 @@ def _fewer(rounds: int, divisor: int) -> int:
 
 
 def _fewer_workers(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Workers are lost."""
+    """Race while workers are lost."""
     return fewer_workers.race(sizes.losing, rounds=_fewer(rounds, 4), folder=folder, say=say)

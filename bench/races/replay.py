@@ -1,4 +1,4 @@
-"""How long a loss takes that no replica makes good: replayed from the log, or everyone back to the checkpoint.
+"""Race of ways back from a loss that no replica makes good: replay from the log, or all return to the checkpoint.
 
 Four stages with one copy of each layer; a worker is killed so many steps after the checkpoint, and the time runs
 until the step that was running is committed. Three ways: all survivors replay the lost stage's micro-batches
@@ -49,16 +49,16 @@ PARALLEL = Way(name="all replay", options=("--log",))
 ALONE = Way(name="one replays", options=("--log",), settings={"HOLDFAST_REPLAYERS": "1"})
 RETURN = Way(name="all go back")
 WAYS = (PARALLEL, ALONE, RETURN)
-GAIN_BAR = 3.0
-STAGE = 1  # whose worker is killed: an inner one
+GAIN_BAR = 3.0  # times faster than a return to the checkpoint, at the most steps
+STAGE = 1  # the stage whose worker is killed: an inner one
 COMPUTING = PipelineShape(model="gpt", layers=6, width=128, seq=128, micro_batch=2, micro_batches=12)
-MEASUREMENTS = 3  # of what layers cost
+MEASUREMENTS = 3  # of the layers' costs; their mean counts
 Outcomes = dict[str, dict[int, list[KillOutcome]]]  # by way, by steps since the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySizes:
-    """What is trained by how many, and how many steps after the checkpoint somebody is lost."""
+    """Sizes of the race: the model, the workers, and the steps from the checkpoint to a loss."""
 
     shape: PipelineShape = COMPUTING
     workers: int = 4
@@ -67,7 +67,7 @@ class ReplaySizes:
 
 
 def parse_steps(text: str) -> tuple[int, ...]:
-    """What a user writes.
+    """Return the numbers of steps in a user's text; raise ``UsageError`` if it has none.
 
     >>> parse_steps("5, 10")
     (5, 10)
@@ -82,7 +82,7 @@ def parse_steps(text: str) -> tuple[int, ...]:
 
 
 def race(*, rounds: int, say: Say, sizes: ReplaySizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Kills over steps since the checkpoint; then, with smaller and smaller budgets, in each stage."""
+    """Kill workers after more and more steps, then in each stage with smaller budgets; return results and bars."""
     sizes = sizes or ReplaySizes()
     folder = (BENCH / "replay").absolute()
     shutil.rmtree(folder, ignore_errors=True)
@@ -106,7 +106,7 @@ def race(*, rounds: int, say: Say, sizes: ReplaySizes | None = None) -> tuple[di
 
 
 def measure_beside(shape: PipelineShape, count: int, folder: Path) -> Profile:
-    """What layers cost while as many compute at once: cores share caches and clocks. The mean of what each says."""
+    """Return a profile measured by ``count`` processes at once, as cores share caches and clocks; their mean."""
     alone = make_profile(shape, 2, folder)
     measuring = Contestant(system="measuring", workers=count, stages=(shape.layers,))
     with started(measuring, shape, folder=folder / "beside", burst=1) as running:
@@ -126,7 +126,7 @@ def measure_beside(shape: PipelineShape, count: int, folder: Path) -> Profile:
 
 
 def _take_rounds(ground: Ground, sizes: ReplaySizes, *, rounds: int, folder: Path, say: Say) -> Outcomes:
-    """The ways take turns at each number of steps, in an order that rotates."""
+    """Let the ways take turns at each number of steps, in an order that rotates."""
     outcomes: Outcomes = {way.name: {steps: [] for steps in sizes.steps} for way in WAYS}
     for number in range(rounds):
         for steps in sizes.steps:
@@ -142,7 +142,7 @@ def _take_rounds(ground: Ground, sizes: ReplaySizes, *, rounds: int, folder: Pat
 
 
 def rows(outcomes: Outcomes) -> dict[str, Any]:
-    """One for each way and number of steps; ratios are of the same round."""
+    """Return a row for each way and number of steps; ratios are of the same round."""
     seconds = _seconds(outcomes)
     results: dict[str, Any] = {}
     for steps in outcomes[PARALLEL.name]:
@@ -159,7 +159,7 @@ def rows(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def bars_of(outcomes: Outcomes) -> dict[str, Bar]:
-    """At the most steps the gain is large enough; and more steps always save more seconds."""
+    """Return the bars: the gain at the most steps is large enough, and more steps save more seconds."""
     seconds = _seconds(outcomes)
     most = max(outcomes[PARALLEL.name])
     gain = statistics.median(_gains(seconds, RETURN.name, most))
@@ -171,7 +171,7 @@ def bars_of(outcomes: Outcomes) -> dict[str, Bar]:
 
 
 def smallest_rise(seconds: Mapping[str, Mapping[int, Sequence[float]]]) -> float:
-    """From one number of steps to the next, the least by which the seconds saved (medians) grow.
+    """Return the least rise of the seconds saved (medians) from one number of steps to the next.
 
     >>> smallest_rise({PARALLEL.name: {5: [1.0], 10: [1.5], 20: [2.0]}, RETURN.name: {5: [2.0], 10: [4.0], 20: [4.4]}})
     -0.1
@@ -186,7 +186,7 @@ def smallest_rise(seconds: Mapping[str, Mapping[int, Sequence[float]]]) -> float
 
 
 def _spared(outcomes: Outcomes) -> bool:
-    """Whether each way did what it is there for: a replay that fell back would be measured as one."""
+    """Tell whether each way did what it is there for: a replay that fell back would count as one."""
     replayed = [each for way in (PARALLEL, ALONE) for each in _all(outcomes, way)]
     returned = _all(outcomes, RETURN)
     return all(o.replayed is not None and o.resumed is None for o in replayed) and all(

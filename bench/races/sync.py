@@ -1,4 +1,4 @@
-"""When replicas talk, over a slow network: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo and SelSync, side by side.
+"""Race of methods that decide when replicas talk, over a slow network: BSP, Local SGD, DiLoCo, SelSync and others.
 
 Four workers in network namespaces of one machine, each with one thread and a limit on what it sends; bare torch loops
 on Gloo. All methods see the same samples in the same order, with a learning rate that was tuned for each (``--tune``);
@@ -28,7 +28,10 @@ COLUMNS = findings.COLUMNS
 
 
 def race(*, quick: bool, resume: bool, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Runs what is planned; each outcome is written down at once."""
+    """Run what is scheduled and write each outcome at once; return results and bars.
+
+    With ``quick`` a short schedule; with ``resume`` outcomes of the last time are kept.
+    """
     turns = order(QUICK if quick else FULL)
     BENCH.mkdir(exist_ok=True)
     notes = BENCH / ("sync-quick-runs.jsonl" if quick else "sync-runs.jsonl")
@@ -85,7 +88,7 @@ def _run(running: Workers, run: SyncRun, turn: Turn, *, say: Say) -> SyncOutcome
 
 
 def settle(turn: Turn, done: Done, rate: int | None) -> SyncRun | None:
-    """The run of a turn; None if it depends on another that was none."""
+    """Return the run of a turn, or None if it depends on another that has not run."""
     contest, method = turn.contest, turn.method
     count = None
     if method.matched is not None:
@@ -107,11 +110,12 @@ def settle(turn: Turn, done: Done, rate: int | None) -> SyncRun | None:
 
 
 def key_of(run: SyncRun) -> tuple[str, str, int | None, int, str]:
+    """Return the key of a run: task, split, rate, seed and method."""
     return run.task, run.split, run.rate, run.seed, run.method
 
 
 def read(notes: Path) -> list[SyncOutcome]:
-    """What was written down; a last line that was broken off is none."""
+    """Return the outcomes in a file; a last line that was broken off is left out."""
     if not notes.exists():
         return []
     lines = [line for line in notes.read_text().splitlines() if line.endswith("}")]

@@ -1,4 +1,4 @@
-"""What ``bench sync`` found: a row for each method, and the bars."""
+"""Findings of ``bench sync``: a row for each method, and the bars."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COLUMNS = {
     "local": "local models'",
     "seeds": "seeds",
 }
-FASTER_BAR = 5.0
-ALWAYS_EQUAL = ("BSP", "PowerSGD")  # whoever wants the averaged weights has them
+FASTER_BAR = 5.0  # times BSP's speed to the target
+ALWAYS_EQUAL = ("BSP", "PowerSGD")  # replicas always hold the averaged weights
 Setting = tuple[str, str, int | None]  # task, split, rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """When the target was reached."""
+    """Seconds, bytes and samples until the target was reached."""
 
     seconds: float
     sent: float
@@ -41,7 +41,10 @@ class Reach:
 
 
 def reach(outcome: SyncOutcome) -> Reach | None:
-    """Between two evaluations on a straight line. Those that were apart have to average first: that is charged."""
+    """Return when the target was reached, or None.
+
+    Between two evaluations it is interpolated. Replicas that were apart have to average first: that is added.
+    """
     task = TASKS[outcome.run.task]
     hit = next((n for n, score in enumerate(outcome.scores) if task.reached(score)), None)
     if hit is None:
@@ -63,11 +66,13 @@ def reach(outcome: SyncOutcome) -> Reach | None:
 
 
 def place_of(outcome: SyncOutcome) -> Setting:
+    """Return the setting that a run was made in."""
     return outcome.run.task, outcome.run.split, outcome.run.rate
 
 
 def title(place: Setting) -> str:
-    """
+    """Return a setting in words.
+
     >>> title(("gpt", "iid", 20)), title(("gpt", "iid", None))
     ('gpt, iid, 20 Mbit', 'gpt, iid, loopback without limit')
     """
@@ -76,7 +81,7 @@ def title(place: Setting) -> str:
 
 
 def grouped(outcomes: Sequence[SyncOutcome]) -> dict[Setting, dict[str, list[SyncOutcome]]]:
-    """By place, then by method, seeds in order."""
+    """Return outcomes by setting, then by method, with seeds in order."""
     found: dict[Setting, dict[str, list[SyncOutcome]]] = {}
     for outcome in sorted(outcomes, key=lambda each: each.run.seed):
         found.setdefault(place_of(outcome), {}).setdefault(outcome.run.method, []).append(outcome)
@@ -84,7 +89,7 @@ def grouped(outcomes: Sequence[SyncOutcome]) -> dict[Setting, dict[str, list[Syn
 
 
 def rows(outcomes: Sequence[SyncOutcome]) -> dict[str, Any]:
-    """A row for each method in each place, the fastest to the target first."""
+    """Return a row for each method in each setting, the fastest to the target first."""
     table: dict[str, Any] = {}
     for place, methods in sorted(grouped(outcomes).items(), key=lambda each: _rank(each[0])):
         bsp = {each.run.seed: each for each in methods.get(BSP.name, [])}
@@ -104,6 +109,7 @@ def _median_seconds(runs: Sequence[SyncOutcome]) -> float:
 
 
 def row(runs: Sequence[SyncOutcome], bsp: dict[int, SyncOutcome]) -> dict[str, Any]:
+    """Return a method's numbers over all seeds; ``bsp`` has BSP's outcomes by seed."""
     task = TASKS[runs[0].run.task]
     found = [(each, reach(each)) for each in runs]
     there = [(each, when) for each, when in found if when is not None]
@@ -133,12 +139,12 @@ def row(runs: Sequence[SyncOutcome], bsp: dict[int, SyncOutcome]) -> dict[str, A
 
 
 def score_at(outcome: SyncOutcome, step: int) -> float | None:
-    """What it had learnt by then."""
+    """Return the score after so many steps, or None."""
     return next((score for at, score in zip(outcome.at, outcome.scores, strict=True) if at == step), None)
 
 
 def _ratio(bsp: SyncOutcome | None, seconds: float) -> float | None:
-    """How many times as fast as BSP with the same seed; BSP that never arrived was at least that slow."""
+    """Return how many times as fast as BSP it was with the same seed; BSP that never arrived counts to its end."""
     if bsp is None:
         return None
     when = reach(bsp)
@@ -150,7 +156,7 @@ def _ratio(bsp: SyncOutcome | None, seconds: float) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodMedians:
-    """A method's medians over seeds, each compared with another method's of the same seed."""
+    """Medians of a method over seeds, each compared with another method's of the same seed."""
 
     name: str
     seconds: float
@@ -160,7 +166,7 @@ class MethodMedians:
 
 
 def bars_of(outcomes: Sequence[SyncOutcome], rate: int = 20) -> dict[str, Bar]:
-    """At the slow link on data that all can read, for each task."""
+    """Return the bars of each task, at the slow link and on data that all can read."""
     bars: dict[str, Bar] = {}
     for (task, split, at), methods in grouped(outcomes).items():
         if split == "iid" and at == rate and BSP.name in methods:
@@ -193,7 +199,7 @@ def _bars(task: LearningTask, methods: dict[str, list[SyncOutcome]]) -> dict[str
 
 
 def best(standings: Sequence[MethodMedians], task: LearningTask) -> MethodMedians | None:
-    """The fastest of those that end as well as BSP, if any do; one that beats Local SGD in both goes first."""
+    """Return the fastest method of those that end as well as BSP; one that beats Local SGD in both goes first."""
     there = [each for each in standings if each.seconds < math.inf]
     as_good = [each for each in there if each.worse_by <= task.same] or there
     both = [each for each in as_good if max(each.of_local) <= 1] or as_good
@@ -203,6 +209,7 @@ def best(standings: Sequence[MethodMedians], task: LearningTask) -> MethodMedian
 def standing(
     task: LearningTask, methods: dict[str, list[SyncOutcome]], name: str, against: str | None = None
 ) -> MethodMedians:
+    """Return a method's medians; ``against`` is the Local SGD to compare with."""
     bsp = {each.run.seed: each for each in methods[BSP.name]}
     rivals = {each.run.seed: reach(each) for each in methods.get(against or "", [])}
     seconds, worse, of_bsp, of_local = [], [], [], []

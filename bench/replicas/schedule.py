@@ -1,4 +1,4 @@
-"""What ``bench sync`` runs, in which order, and about how long that takes."""
+"""Schedule of ``bench sync``: what it runs, in which order, and about how long that takes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from bench.replicas.methods import Method
 from bench.replicas.tasks import TASKS, LearningTask
 
-WORKERS = 4
-SEED = 10  # the first; settings were looked for with smaller ones, and learning rates with seed 1000
-CAP = 40.0  # seconds for a method that sends more than BSP: SSP gets as many steps as fit into them
-COMPUTE = {"gpt": 0.06, "digits": 0.01}  # seconds of a step, four workers on two cores; for estimates only
-BETWEEN = 2.5  # seconds from run to run: connecting, evaluating
+WORKERS = 4  # replicas, two on each core of the machine that this was written for
+SEED = 10  # the first seed; settings were chosen with smaller ones, learning rates with 1000
+CAP_SECONDS = 40.0  # for SSP, which sends more than BSP: it gets as many steps as fit
+COMPUTE_SECONDS = {"gpt": 0.06, "digits": 0.01}  # of a step, four workers on two cores; for estimates only
+BETWEEN_SECONDS = 2.5  # from run to run: connecting, evaluating
 
 OVERLAP = 16  # steps: about as long as an exchange takes at 20 Mbit
 HOOK = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
@@ -100,7 +100,7 @@ class SyncContest:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One run that is to come."""
+    """One scheduled run."""
 
     contest: SyncContest
     method: Method
@@ -109,12 +109,14 @@ class Turn:
 
     @property
     def is_capped(self) -> bool:
+        """Whether it gets fewer steps than others, to save time."""
         return self.steps < steps_of(self.contest, self.method)
 
     @property
     def seconds(self) -> float:
+        """Estimated seconds of the run."""
         task = TASKS[self.contest.task]
-        return BETWEEN + self.steps * seconds_of_step(task, self.method, self.contest.rate)
+        return BETWEEN_SECONDS + self.steps * seconds_of_step(task, self.method, self.contest.rate)
 
 
 FULL = (
@@ -136,7 +138,7 @@ QUICK = (
 
 
 def order(contests: Sequence[SyncContest]) -> list[Turn]:
-    """Rate by rate, as workers have to move; then seed by seed, and all methods of a seed before the next one's.
+    """Return all turns: rate by rate, as workers have to move, then seed by seed, then method by method.
 
     Each seed begins with another method, so that none always has the machine as another one left it. Methods matched
     to others come after them. What is looked at first comes first, should the bench be broken off.
@@ -153,7 +155,8 @@ def order(contests: Sequence[SyncContest]) -> list[Turn]:
 
 
 def rotated(methods: Sequence[Method], seed: int) -> list[Method]:
-    """
+    """Return the methods beginning with another for each seed, and the matched ones last.
+
     >>> [method.name for method in rotated([*MATCHED, BSP, POWER, OURS], 1)]
     ['BSP + PowerSGD', 'SelSync, target 0.04', 'BSP (DDP)', 'Local SGD, matched', 'random, matched']
     """
@@ -166,25 +169,25 @@ def _turn(contest: SyncContest, method: Method, seed: int) -> Turn:
     task = TASKS[contest.task]
     steps = steps_of(contest, method)
     if method.kind == "SSP":
-        steps = min(steps, max(task.every, int(CAP / seconds_of_step(task, method, contest.rate))))
+        steps = min(steps, max(task.every, int(CAP_SECONDS / seconds_of_step(task, method, contest.rate))))
     return Turn(contest=contest, method=method, seed=seed, steps=steps)
 
 
 def steps_of(contest: SyncContest, method: Method) -> int:
-    """Whoever sends little has cheap steps, and may take more of them to be as good: still in less time than BSP."""
+    """Return a method's steps. Methods with cheap steps may take more of them, still in less time than BSP."""
     task = TASKS[contest.task]
     return contest.steps or (task.steps if method.kind == "BSP" else task.cheap_steps)
 
 
 def exchange_bytes(task: LearningTask) -> float:
-    """What a worker sends when all average their weights: each owns a part, collects it, and hands it out."""
+    """Return the bytes that a worker sends when all average their weights (reduce-scatter and all-gather)."""
     return 4.0 * task.parameters * 2 * (WORKERS - 1) / WORKERS
 
 
 def seconds_of_step(task: LearningTask, method: Method, rate: int) -> float:
-    """An estimate."""
+    """Return the estimated seconds of a step."""
     exchange = exchange_bytes(task) * 8 / (rate * 1e6) * 1.05
-    compute = COMPUTE[task.name]
+    compute = COMPUTE_SECONDS[task.name]
     share: float = {"BSP": 1.0, "PowerSGD": 0.15, "SSP": 2.0}.get(method.kind, 0.05)
     settings = method.settings
     if "every" in settings:

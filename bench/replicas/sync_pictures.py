@@ -1,4 +1,4 @@
-"""The pictures of ``bench sync``: learning over time and over bytes, and where synchronisations fall."""
+"""Pictures of ``bench sync``: learning over time and over bytes, and the steps of synchronisations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DASHES = ("-", "--", "-.", ":", (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1)))
 
 
 def draw(folder: Path, outcomes: Sequence[SyncOutcome], *, prefix: str, say: Callable[[str], None]) -> None:
-    """Two pictures for each place."""
+    """Draw two pictures for each setting."""
     for place, methods in grouped(outcomes).items():
         task, split, rate = place
         name = "-".join([prefix, task, split.replace(", ", "-").replace(" ", "-"), str(rate or "loopback")])
@@ -48,7 +48,7 @@ def draw(folder: Path, outcomes: Sequence[SyncOutcome], *, prefix: str, say: Cal
 
 
 def draw_learning(path: Path, methods: dict[str, list[SyncOutcome]], *, task: LearningTask, heading: str) -> None:
-    """Left over seconds, right over bytes; a line for each method, of its first seed."""
+    """Draw scores over seconds and over bytes; a line for each method, of its first seed."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.2), dpi=130, sharey=True)
         for name, (color, dash) in styles({k: v for k, v in methods.items() if k not in HIDDEN}).items():
@@ -72,7 +72,7 @@ def draw_learning(path: Path, methods: dict[str, list[SyncOutcome]], *, task: Le
 
 
 def styles(methods: dict[str, list[SyncOutcome]]) -> dict[str, tuple[str, Any]]:
-    """A colour for each kind, and a dash for each method of it."""
+    """Return a colour for each kind of method, and a dash for each method of it."""
     seen: dict[str, int] = {}
     found: dict[str, tuple[str, Any]] = {}
     kinds = list(COLORS)
@@ -86,7 +86,7 @@ def styles(methods: dict[str, list[SyncOutcome]]) -> dict[str, tuple[str, Any]]:
 
 
 def draw_places(path: Path, methods: dict[str, list[SyncOutcome]], *, heading: str) -> None:
-    """A row for each method, a mark for each synchronisation; seeds lie under each other within a row."""
+    """Draw a row for each method and a mark for each synchronisation; seeds are below each other."""
     shown = {name: style for name, style in styles(methods).items() if methods[name][0].run.kind != "SSP"}
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(11, 1.6 + 0.42 * len(shown)), dpi=130, layout="constrained")

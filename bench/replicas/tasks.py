@@ -1,4 +1,4 @@
-"""What ``bench sync`` trains: a byte-level GPT on the demo's text, and a small convolutional network on digits.
+"""Tasks of ``bench sync``: a byte-level GPT on the demo's text, and a small convolutional network on digits.
 
 Batches are a pure function of (seed, step, worker). What is held out is never trained on.
 """
@@ -20,9 +20,9 @@ from holdfast.demo.corpus import Windows, standard_library
 from holdfast.demo.gpt import GPTConfig, gpt_layers, next_byte_loss
 
 GPT = GPTConfig(depth=3, heads=4, width=92, window=64, dropout=0.0)
-HELD_OUT = 256  # windows, of those held out
+HELD_OUT = 256  # windows of held-out text that a score is computed on
 DIGITS, TEST_DIGITS = 4000, 2000
-LABELS = 10
+LABELS = 10  # digits
 FONT = """
 .###. ..#.. .###. ##### ...#. ##### ..##. ##### .###. .###.
 #...# .##.. #...# ...#. ..##. #.... .#... ....# #...# #...#
@@ -32,14 +32,14 @@ FONT = """
 #...# ..#.. .#... #...# ...#. #...# #...# .#... #...# ...#.
 .###. .###. ##### .###. ...#. .###. .###. .#... .###. .##..
 """
-NOISE = 0.3
+NOISE = 0.3  # standard deviation; ink is about 1
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningTask:
-    """One of the things to learn. ``score`` is of held-out data: a loss, or the share of right answers."""
+    """Task to learn. ``score`` is of held-out data: a loss, or the share of right answers."""
 
     name: str
     measure: Literal["loss", "accuracy"]
@@ -56,10 +56,11 @@ class LearningTask:
     score: Callable[[Tensor, Tensor], Tensor]
 
     def reached(self, score: float) -> bool:
+        """Tell whether a score is at the target or better."""
         return score <= self.target if self.measure == "loss" else score >= self.target
 
     def worse_by(self, score: float, than: float) -> float:
-        """Positive if ``score`` is worse.
+        """Return by how much ``score`` is worse; negative if it is better.
 
         >>> round(TASKS["digits"].worse_by(0.90, than=0.95), 3)
         0.05
@@ -67,6 +68,7 @@ class LearningTask:
         return score - than if self.measure == "loss" else than - score
 
     def make_model(self, seed: int) -> nn.Module:
+        """Return a model with the weights that the seed gives."""
         torch.manual_seed(seed)
         return self.build()
 
@@ -81,13 +83,16 @@ class SampleTable:
         return len(self.targets)
 
     def take(self, indices: list[int] | Tensor) -> Batch:
+        """Return inputs and targets of some samples."""
         chosen = torch.as_tensor(indices)
         return self.inputs[chosen], self.targets[chosen]
 
 
 def make_partition(task: LearningTask, split: str, seed: int) -> Partition:
-    """Who reads what: ``iid`` (SelDP), ``own chunks`` (DefDP), ``labels`` (each worker knows two or three of ten only),
-    ``labels, injected`` (half of the workers share half of a batch; they read it themselves, no byte is counted).
+    """Return which samples each worker reads.
+
+    ``iid`` is SelDP, ``own chunks`` DefDP. With ``labels`` each worker knows two or three of ten labels only. With
+    ``labels, injected`` half of the workers share half of a batch; they read it themselves, no byte is counted.
     """
     data, _ = task.data()
     if split == "iid":
@@ -99,19 +104,21 @@ def make_partition(task: LearningTask, split: str, seed: int) -> Partition:
 
 
 def windows_table(windows: Windows) -> SampleTable:
+    """Return windows of text as a table."""
     pairs = [windows[i] for i in range(len(windows))]
     return SampleTable(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
 
 
 @cache
 def text_data() -> tuple[SampleTable, SampleTable]:
+    """Return text to train on, and some that is held out."""
     train, held_out = (windows_table(each) for each in standard_library(window=GPT.window))
     few = torch.arange(0, len(held_out), max(1, len(held_out) // HELD_OUT))[:HELD_OUT]  # from all of it
     return train, SampleTable(*held_out.take(few))
 
 
 def draw_digits(count: int, seed: int) -> SampleTable:
-    """Digits somewhere on images of 10x8, in noise: those of ``examples/digits.py``, drawn all at once.
+    """Return digits somewhere on images of 10x8, in noise: those of ``examples/digits.py``, drawn all at once.
 
     >>> table = draw_digits(3, seed=0)
     >>> table.inputs.shape, len(table)
@@ -132,10 +139,12 @@ def draw_digits(count: int, seed: int) -> SampleTable:
 
 @cache
 def digit_data() -> tuple[SampleTable, SampleTable]:
+    """Return digits to train on, and some that are held out."""
     return draw_digits(DIGITS, seed=1), draw_digits(TEST_DIGITS, seed=2)
 
 
 def build_reader() -> nn.Module:
+    """Return the network that reads digits."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.GELU(),
@@ -150,6 +159,7 @@ def build_reader() -> nn.Module:
 
 
 def share_right(scores: Tensor, target: Tensor) -> Tensor:
+    """Return the share of right answers."""
     return (scores.argmax(1) == target).float().mean()
 
 
@@ -192,6 +202,7 @@ TASKS = {
 
 @torch.no_grad()
 def evaluate(task: LearningTask, model: nn.Module) -> float:
+    """Return the score of a model on held-out data."""
     _, held_out = task.data()
     total = 0.0
     for first in range(0, len(held_out), 128):

@@ -11,6 +11,7 @@ import pytest
 from bench.pipelines.entries import PipelineShape
 from bench.races import log
 from bench.report import Bar
+from bench.running import cpu_of_turns
 from holdfast.errors import HoldfastError
 
 # A record has 16 kB: beside it, what describes a tensor is little.
@@ -84,6 +85,6 @@ def test_cpu_time_is_of_all_workers_and_of_whole_turns() -> None:
     two = worker(
         2, ("go", 0, 0.0), ("step", 1, 2.0), ("step", 2, 4.0), ("go", 2, 4.0), ("step", 3, 4.5), ("step", 4, 5.0)
     )
-    assert log.cpu_of_turns([*one, *two], 2) == [3.0, 1.0]  # what is spent between two turns is not a step's
+    assert cpu_of_turns([*one, *two], 2) == [3.0, 1.0]  # what is spent between two turns is not a step's
     waiting = worker(1, ("go", 4, 10.0))
-    assert log.cpu_of_turns([*one, *two, *waiting], 2) == [3.0, 1.0]
+    assert cpu_of_turns([*one, *two, *waiting], 2) == [3.0, 1.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from bench.pipelines.entries import PipelineShape
@@ -19,12 +18,6 @@ def test_memory_counts_each_tensor_once_and_forgets_what_is_gone() -> None:
     assert held_bytes() - before == 4000, "a view keeps all of it"
     del view
     assert held_bytes() == before
-
-
-def test_processor_time_is_that_of_the_turn_alone() -> None:
-    lines = [{"cpu": 9.0 + worker, "go": 10, "worker": worker} for worker in range(2)]
-    lines += [{"cpu": 1.0, "go": 0}, {"cpu": 14.0, "step": 20, "worker": 0}, {"cpu": 13.0, "step": 20, "worker": 1}]
-    assert undo._work(lines, 20) == pytest.approx((14.0 - 9.0 + 13.0 - 10.0) / 2 / undo.BURST)
 
 
 def test_an_undo_is_timed_beside_its_update() -> None:
