@@ -1,7 +1,7 @@
 """Models and data of the pipeline races: lists of layers, equal for all contestants.
 
-Three kinds. ``gpt`` computes: a byte-level transformer. ``wide`` has large weights and small activations, where
-pipelines send little and data parallelism much. ``waiting`` stands in for machines that are not there: its layers
+There are three kinds. ``gpt`` computes: a byte-level transformer. ``wide`` has large weights and small activations:
+pipelines send little and data parallelism much. ``waiting`` stands for machines that are not there: its layers
 sleep, forward and backward, so that more workers than cores behave as if each had a core of its own.
 """
 

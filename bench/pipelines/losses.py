@@ -1,8 +1,9 @@
 """Workers lost one after the other: pipelines that are planned anew, against a restart with another grid.
 
-The restart is Varuna's way: pipelines of equal depth, which divides the layers, as many as fit into the workers
-that are left; all processes end, fresh ones load the last checkpoint and do the lost steps again. It is told of a
-loss at once, its checkpoints are not synced to disk, and starting its interpreters can be taken off.
+The restart is Varuna's way. Its pipelines have equal depth, which divides the layers, and there are as many as fit
+into the workers that are left. All processes end; new ones load the last checkpoint and do the lost steps again. It
+gets some advantages: it is told of a loss at once, its checkpoints are not synced to disk, and the start of its
+interpreters can be subtracted.
 """
 
 from __future__ import annotations

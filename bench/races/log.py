@@ -1,9 +1,9 @@
 """Race of a pipeline with a tensor log against the same pipeline without, while nothing fails.
 
-Once all records stay in memory, once all are written to disk. The model computes as in ``bench pipeline``, on as many
-workers as cores and on twice as many, where nobody ever waits for work that could hide the log's. All save the
-same checkpoints (a log has one more, before the first step: in the warm-up, which does not count), as a turn begins, so
-that whoever writes does it in its own turn; and a turn ends only when its records are where they belong.
+One log keeps all records in memory, another writes all to disk. The model computes as in ``bench pipeline``, on as
+many workers as cores and on twice as many: there no worker waits for work, so nothing hides the log's cost. All save
+the same checkpoints as a turn begins, so that each writes in its own turn (a log needs one more before the first step,
+in the warm-up). A turn ends when its records are where they belong.
 """
 
 from __future__ import annotations

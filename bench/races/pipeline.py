@@ -1,7 +1,7 @@
 """Race of pipelines: torch.distributed.pipelining, data parallelism, the planner's estimate, Varuna-style restarts.
 
-Two cores compute for two workers. What takes more workers is trained by a model whose layers sleep instead of
-computing, so that each worker behaves as if it had a machine of its own; rows say so ("waiting").
+Two cores compute for two workers. Contests with more workers train a model whose layers sleep instead of computing, so
+that each worker behaves as if it had a machine of its own; their rows say "waiting".
 """
 
 from __future__ import annotations

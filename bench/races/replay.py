@@ -1,18 +1,17 @@
 """Race of ways back from a loss that no replica makes good: replay from the log, or all return to the checkpoint.
 
-Four stages with one copy of each layer; a worker is killed so many steps after the checkpoint, and the time runs
-until the step that was running is committed. Three ways: all survivors replay the lost stage's micro-batches
-together, one does it alone, and without a log everyone begins again from the checkpoint, with workers forked from the
-zygote as ever.
+There are four stages with one copy of each layer. A worker is killed some steps after the checkpoint. The time ends
+when the step that was running is committed. Three ways race: all survivors replay the lost stage's micro-batches
+together; one survivor does it alone; without a log all begin again from the checkpoint, with new workers from the
+zygote.
 
-This machine has fewer cores than workers, so the model has to compute: layers that slept would give every worker
-a core of its own, and time that was saved would not be work that was saved. It is a transformer with as many blocks as
-stages, whose batches are large for its weights, as in training they are: what grows with the weights (sums
-of gradients, updates) does not hide what grows with the batch. The gain depends on that choice: blocks with four
-times the weights and two thirds of the bytes in a batch had 2.3 at 20 steps, in one try on a busy machine. Twelve
-micro-batches fill a pipeline of four stages well, which is what everyone back to the checkpoint has to run again. The
-killed worker's stage is an inner one, whose records come from both sides. With fewer cores than workers, the gain of a
-replayed step is at most the work of all stages over that of the lost one.
+The model computes. Layers that sleep would give each worker a core of its own, which this machine does not have, and
+time saved would not be work saved. It is a transformer with as many blocks as stages and with batches that are large
+for its weights, as in real training: the cost of weights (sums of gradients, updates) then does not hide the cost of
+the batch. The gain depends on that choice. Blocks with four times the weights and two thirds of the bytes in a batch
+gained 2.3 times at 20 steps, in one try on a busy machine. Twelve micro-batches fill a pipeline of four stages well,
+which helps the return to the checkpoint. The killed worker has an inner stage, whose records come from both sides.
+With fewer cores than workers, a replayed step gains at most the work of all stages over that of the lost one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Race of methods that decide when replicas talk, over a slow network: BSP, Local SGD, DiLoCo, SelSync and others.
 
-Four workers in network namespaces of one machine, each with one thread and a limit on what it sends; bare torch loops
-on Gloo. All methods see the same samples in the same order, with a learning rate that was tuned for each (``--tune``);
-those whose steps are cheap make about 1.4 times as many as BSP, and what they know after as many as BSP is told
-too. Averaged weights are evaluated every few steps, afterwards: measuring takes no time and sends nothing. As that
-average would have to be made, one more exchange is charged to whoever was apart when it reached the target.
+Four workers run in network namespaces of one machine, each with one thread and a limit on what it sends. They are
+plain torch loops on Gloo. All methods see the same samples in the same order, with a learning rate that was tuned for
+each (``--tune``). Methods with cheap steps make about 1.4 times as many as BSP; their score after as many steps as BSP
+is reported too. The average of all weights is evaluated every few steps, after training, so that evaluation takes no
+time and sends nothing. A method whose replicas were apart at the target is charged one more exchange for that average.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Race of ways to take a step back: eager updates with undo, a vote before the update, copies of the state.
 
-All ways train the same model on the same workers and take turns. Memory is what each holds between two steps, in
-tensors; and the most that a process had, as the kernel saw it. An undo is timed by itself, beside the update that it
-takes back.
+All ways train the same model on the same workers and take turns. Two kinds of memory are measured: bytes of tensors
+between two steps, and the most that a process had resident. An undo is timed alone, beside the update that it reverts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Selective logging: with a smaller budget fewer boundaries are logged, and a loss makes more layers compute again.
 
-For each budget a worker of every stage is killed once, as any is as likely to be lost as another: which group a kill
-hits depends on it. What the planner says of bytes, and what a profile says of time, stands beside what was measured.
+For each budget a worker of every stage is killed once, as the kill's cost depends on the stage. The planner's bytes
+and the profile's time stand beside the measured ones.
 """
 
 from __future__ import annotations

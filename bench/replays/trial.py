@@ -1,8 +1,8 @@
 """One trial of ``bench replay``: train from a checkpoint, kill a worker of one stage, and time the way back.
 
-All ways begin from copies of the same checkpoint, with the same profile and so the same stages. Nothing is injected:
-a worker is killed from outside as soon as all have finished the last step that is to count, so it dies early in the
-next one, which nobody can finish without it.
+All ways begin from copies of the same checkpoint, with the same profile and so the same stages. A worker is killed from
+outside as soon as all have finished the last step before the loss. It dies early in the next step, which nobody can
+finish without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Slow network on one machine: a namespace for each worker, joined by a bridge, with a limit on what each sends.
 
-``tx_bytes`` of a worker's device is then what it sent, headers and all. There is no ``netem`` on the machines that this
-was written for, so a link has a rate but no latency of its own. Without root or iproute2, workers share the loopback
-device: no limit, and the same numbers but for time.
+``tx_bytes`` of a worker's device counts what it sent, with headers. The machines that this was written for have no
+``netem``, so a link has a rate but no latency of its own. Without root or iproute2, workers share the loopback
+device: there is no limit, and all results but times are the same.
 """
 
 from __future__ import annotations

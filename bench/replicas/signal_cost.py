@@ -1,6 +1,6 @@
 """Cost of SelSync's signals in a step of the bench's GPT, in turns with a plain update.
 
-Time is that of this thread, net of the update that follows: what is read for a signal need not be read again for it.
+Time is CPU time of this thread, minus that of a plain update: tensors that a signal has read are in the cache for it.
 """
 
 from __future__ import annotations

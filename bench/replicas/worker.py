@@ -1,8 +1,7 @@
 """Worker process of ``bench sync``: reads runs from its standard input, a JSON object each, and writes results.
 
-A run is never disturbed by measuring it: at each evaluation a worker notes the time and the bytes it has sent, and
-keeps a copy of its weights in memory. When the run is over, all hand their copies to each other as files in
-memory, and evaluate what their averages knew.
+Measuring does not disturb a run. At each evaluation a worker notes the time and the bytes it has sent, and copies its
+weights in memory. After the run all workers exchange their copies as files in memory, and evaluate the averages.
 """
 
 from __future__ import annotations
