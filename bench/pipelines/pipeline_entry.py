@@ -78,7 +78,7 @@ def _tell_log(args: argparse.Namespace, run: holdfast.Run, step: int) -> None:
     """Write the size of this worker's log after a step, as a line beside its progress."""
     log: Any = run.engine.log
     if args.burst and step % args.burst == 0:
-        log.settle()  # whoever spills does it in its own turn
+        log.settle()  # records are spilled in the turn of the run that spills them
     line = {"step": step, "bytes": log.bytes, "spilled": log.spilled, "usable": log.usable}
     with Path(f"{args.progress}.log-{os.environ['HOLDFAST_WORKER']}").open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -34,7 +34,7 @@ class Fixed:
 
 
 def fixed_costs(replays: Sequence[KillOutcome], returns: Sequence[KillOutcome]) -> Fixed:
-    """Return them from runs with and without a log."""
+    """Return the fixed costs, measured in runs with (``replays``) and without a log (``returns``)."""
     beside = [each.seconds - each.replayed for each in replays if each.replayed is not None]
     starting = [each.resumed + each.step_seconds for each in returns if each.resumed is not None]
     return Fixed(replay=statistics.median(beside), back=statistics.median(starting))
@@ -44,10 +44,9 @@ def fixed_costs(replays: Sequence[KillOutcome], returns: Sequence[KillOutcome]) 
 class Estimate:
     """Recovery time as estimated from a profile.
 
-    Assumes that computing is all that takes time beside ``fixed``: records and gradients are sent for nothing;
-    that micro-batches are shared out so that no core ever waits, if there are as many workers; that a layer costs
-    what it cost when it was measured, with all cores at work; and that everyone who replays makes every update.
-    Before a return to the checkpoint all layers are computed again, in a pipeline without bubbles.
+    Assumptions: beside ``fixed`` only computing takes time, and sending takes none. Micro-batches are shared out so
+    that no core waits. A layer costs what was measured with all cores at work. Every worker that replays makes every
+    update. After a return to the checkpoint all layers are computed again, in a pipeline without bubbles.
 
     >>> from holdfast.plan.profile import uniform
     >>> profile = uniform(8, forward=0.01, backward=0.02)
@@ -64,9 +63,7 @@ class Estimate:
     fixed: Fixed
 
     def seconds(self, layers: Sequence[int], *, steps: int) -> float:
-        """Return the seconds until these layers are computed again; without any, until all are back from the
-        checkpoint.
-        """
+        """Return seconds until these layers are computed again; without any, until all are past the lost steps."""
         costs = [self.profile.layers[layer] for layer in layers or range(len(self.profile.layers))]
         workers = self.workers - 1 if layers else self.workers  # one is lost, and replaced only afterwards
         compute = self.micro_batches * sum(cost.forward + cost.backward for cost in costs)

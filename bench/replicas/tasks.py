@@ -44,7 +44,7 @@ class LearningTask:
     name: str
     measure: Literal["loss", "accuracy"]
     steps: int  # of BSP
-    cheap_steps: int  # of those who do not send the model at each
+    cheap_steps: int  # of methods that do not send the model at each step
     batch: int  # samples of each worker in a step
     every: int  # steps from evaluation to evaluation
     target: float
