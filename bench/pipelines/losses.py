@@ -196,7 +196,9 @@ class Restarted(Side):
     shape: PipelineShape
     minimum: int  # stages that hold the model
     every: int
-    starts: list[tuple[int, int, float]] = field(default_factory=list)  # (workers left, workers that train, time of the loss)
+    starts: list[tuple[int, int, float]] = field(
+        default_factory=list
+    )  # (workers left, workers that train, time of the loss)
 
     def begin(self, workers: int) -> int:
         """Start the processes of the best grid; return how many they are."""
