@@ -12,7 +12,7 @@ from bench.data_parallel import workload
 from bench.peers import common
 
 
-class Texts:
+class WorkloadTexts:
     """Map-style data set of the workload's texts."""
 
     def __init__(self, args: argparse.Namespace, size: int) -> None:
@@ -37,7 +37,7 @@ def main() -> None:
         layers=workload.build_model(args),
         loss=workload.loss_fn,
         optimizer=workload.build_optimizer,
-        data=Texts(args, 100 * batch),
+        data=WorkloadTexts(args, 100 * batch),
         global_batch=batch,
         micro_batch=args.micro_batch,
         numerics=args.numerics,
