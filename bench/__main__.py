@@ -133,7 +133,7 @@ def replay(
     """Back from a loss that no replica makes good: parallel replay, one alone, everyone back; budgets. Drawn."""
     from bench.races import replay as race
 
-    _finish("replay", race, json, rounds=rounds, sizes=race.Sizes(steps=race.parse_steps(steps)))
+    _finish("replay", race, json, rounds=rounds, sizes=race.ReplaySizes(steps=race.parse_steps(steps)))
 
 
 @app.command()

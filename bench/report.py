@@ -29,9 +29,11 @@ class Bar:
 
     @property
     def ok(self) -> bool:
+        """Whether the value keeps the bound."""
         return self.value <= self.bar if self.at_most else self.value >= self.bar
 
     def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
         return {"value": round(self.value, 3), "bar": self.bar, "ok": self.ok}
 
 

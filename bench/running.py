@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ END_SECONDS = 8.0  # for a process that was asked to end
 
 
 def limited(command: Sequence[str], rate: str) -> list[str]:
-    """The command in a network of its own, whose loopback has this rate: all its workers share the link."""
+    """Return the command in a network of its own, whose loopback has this rate; all its workers share it."""
     if not rate:
         return list(command)
     script = f'ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 512kb latency 100ms && exec "$@"'
@@ -30,7 +30,7 @@ def limited(command: Sequence[str], rate: str) -> list[str]:
 
 
 def can_limit() -> bool:
-    """Whether this machine lets us have a slow link."""
+    """Tell whether this machine allows slow links: network namespaces and tc."""
     try:
         tried = subprocess.run(limited(["true"], "1gbit"), capture_output=True, check=False)
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @dataclass(kw_only=True)
 class Running:
-    """A contestant that has been started: its processes, and the progress that they have written."""
+    """Started contestant: its processes, and the progress lines that they have written."""
 
     folder: Path
     workers: int
@@ -57,9 +57,11 @@ class Running:
 
     @property
     def progress(self) -> Path:
+        """File of the progress lines."""
         return self.folder / "progress.jsonl"
 
     def start(self, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
+        """Start a process in the contestant's folder, with ``more`` in its environment."""
         log = (self.folder / "output.log").open("ab")
         process = subprocess.Popen(
             command, env=environment(**more), stdout=log, stderr=log, start_new_session=True, cwd=self.folder
@@ -69,14 +71,14 @@ class Running:
         return process
 
     def make_turns(self) -> None:
-        """A FIFO per worker, on which it waits for its turn."""
+        """Make a FIFO for each worker, on which it waits for its turn."""
         for worker in range(self.workers):
             path = f"{self.progress}.turn-{worker}"
             os.mkfifo(path)
             self._turns.append(os.open(path, os.O_RDWR))
 
     def update(self) -> list[dict[str, Any]]:
-        """Reads only what is new: whoever watches a race must not take the racers' cores."""
+        """Read new progress lines and return all; only new ones, so that watching costs the contestants little."""
         if self.progress.exists():
             with self.progress.open("rb") as file:
                 file.seek(self._read)
@@ -88,7 +90,7 @@ class Running:
         return self.lines
 
     def wait_for(self, step: int, workers: int, *, seconds: float = TURN_SECONDS) -> None:
-        """Until so many workers have finished this step."""
+        """Wait until so many workers have finished this step; raise ``HoldfastError`` after ``seconds``."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if len({line["pid"] for line in self.update() if line.get("step", -1) >= step}) >= workers:
@@ -97,19 +99,19 @@ class Running:
         raise HoldfastError(f"step {step} never came on {workers} workers", hint=f"see {self.folder}/output.log")
 
     def take_turn(self, last_step: int) -> float:
-        """Lets all run until ``last_step``; the seconds from when the last has begun until the last has ended."""
+        """Let all run until ``last_step``; return the seconds from the last worker's begin to the last one's end."""
         self.allow(1)
         self.wait_for(last_step, self.workers)
         began = max(sorted(line["t"] for line in self.lines if "go" in line)[-self.workers :])
         return float(max(line["t"] for line in self.lines if line.get("step") == last_step) - began)
 
     def allow(self, turns: int) -> None:
-        """Lets every worker take so many turns."""
+        """Let every worker take so many turns."""
         for turn in self._turns:
             os.write(turn, b"." * turns)
 
     def forbid(self) -> None:
-        """Takes back the turns that nobody has taken."""
+        """Take back the turns that no worker has taken."""
         for turn in self._turns:
             os.set_blocking(turn, False)
             try:
@@ -119,7 +121,7 @@ class Running:
             os.set_blocking(turn, True)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Ends all processes."""
+        """End all processes, with SIGKILL if ``at_once``."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL if at_once else signal.SIGTERM)
@@ -132,7 +134,47 @@ class Running:
         self.processes.clear()
 
     def stop(self) -> None:
+        """End all processes and close the FIFOs."""
         for turn in self._turns:
             os.close(turn)
         self._turns.clear()
         self.end()
+
+
+def time_turns(
+    running: Mapping[str, Running], *, title: str, rounds: int, burst: int, say: Callable[[str], None], warm: int = 1
+) -> dict[str, list[float]]:
+    """Let contestants take turns of ``burst`` steps; return seconds a step in each round, by name.
+
+    Each round begins with another contestant; ``warm`` rounds come before those that count. Shared machines speed up
+    and slow down by tens of per cent within seconds: only times of the same round can be compared.
+    """
+    names = list(running)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(1 - warm, rounds + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = running[name].take_turn((number + warm) * burst) / burst
+            if number > 0:
+                times[name].append(seconds)
+        if number > 0:
+            row = ", ".join(f"{name} {1000 * values[-1]:.0f}" for name, values in times.items())
+            say(f"{title}, round {number}/{rounds}, ms a step: {row}")
+    return times
+
+
+def cpu_of_turns(lines: Sequence[Mapping[str, Any]], burst: int) -> list[float]:
+    """Return CPU seconds of a step in each turn, of all workers and all their threads together.
+
+    >>> lines = [{"pid": 1, "cpu": 1.0, "go": 0}, {"pid": 1, "cpu": 1.5, "step": 1}, {"pid": 1, "cpu": 2.0, "step": 2}]
+    >>> cpu_of_turns(lines, 2)
+    [0.5]
+    """
+    spent: dict[int, float] = {}
+    for line in lines:
+        if "go" in line:
+            spent[line["go"]] = spent.get(line["go"], 0.0) - line["cpu"]
+        elif line["step"] % burst == 0:
+            spent[line["step"] - burst] += line["cpu"]
+    last = max((line["step"] for line in lines if "step" in line), default=0)
+    return [spent[first] / burst for first in sorted(spent) if first + burst <= last]

@@ -1,4 +1,4 @@
-"""The contestants of ``bench checkpoint``: one way to save and to load each."""
+"""Contestants of ``bench checkpoint``: ways to save and to load."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from holdfast import checkpoint
 from holdfast.checkpoint.disk import sync_folder
 
-WIDTH = 1024
+WIDTH = 1024  # of a layer, as in bench/peers/deepspeed_zero.py
 
 
-class State:
-    """A model in training, with its optimizer, of about so many megabytes in all."""
+class SavedTraining:
+    """Model in training with its optimizer, of about so many megabytes in all."""
 
     def __init__(self, megabytes: int) -> None:
         torch.manual_seed(0)
@@ -38,7 +38,7 @@ class State:
         self.nbytes = sum(3 * p.nbytes for p in self.model.parameters())
 
     def train_step(self) -> float:
-        """One step of training; returns its seconds."""
+        """Train one step; return its seconds."""
         begin = time.monotonic()
         self.model(self._input).square().mean().backward()
         self.optimizer.step()
@@ -46,21 +46,24 @@ class State:
         return time.monotonic() - begin
 
     def tensors(self) -> list[torch.Tensor]:
+        """Return all weights and optimizer slots."""
         slots = [t for p in self.model.parameters() for t in self.optimizer.state[p].values()]
         return [*self.model.parameters(), *slots]
 
     @torch.no_grad()
     def scramble(self) -> None:
-        """Remembers a few numbers and overwrites all, so that a load that does nothing is noticed."""
+        """Remember a few numbers and overwrite all, so that a load that does nothing is noticed."""
         self._before = [float(t.reshape(-1)[-1]) for t in self.tensors()]
         for tensor in self.tensors():
             tensor.fill_(-7.0)
 
     def check(self, name: str) -> None:
+        """Assert that the load of format ``name`` brought the remembered numbers back."""
         after = [float(t.reshape(-1)[-1]) for t in self.tensors()]
         assert after == self._before, f"{name} did not load what was saved"
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch.distributed.checkpoint takes it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -75,13 +78,13 @@ def _sync(path: Path) -> None:
 # --- torch.save ---------------------------------------------------------------------------------
 
 
-def _save_torch(state: State, folder: Path) -> None:
+def _save_torch(state: SavedTraining, folder: Path) -> None:
     path = folder / "state.pt"
     torch.save({"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}, path)
     _sync(path)
 
 
-def _load_torch(state: State, folder: Path) -> None:
+def _load_torch(state: SavedTraining, folder: Path) -> None:
     loaded = torch.load(folder / "state.pt", weights_only=True, mmap=True)
     state.model.load_state_dict(loaded["model"])
     state.optimizer.load_state_dict(loaded["optimizer"])
@@ -90,18 +93,18 @@ def _load_torch(state: State, folder: Path) -> None:
 # --- safetensors --------------------------------------------------------------------------------
 
 
-def _flat(state: State) -> dict[str, torch.Tensor]:
+def _flat(state: SavedTraining) -> dict[str, torch.Tensor]:
     return {str(number): tensor.detach() for number, tensor in enumerate(state.tensors())}
 
 
-def _save_safetensors(state: State, folder: Path) -> None:
+def _save_safetensors(state: SavedTraining, folder: Path) -> None:
     path = folder / "state.safetensors"
     save_file(_flat(state), path)
     _sync(path)
 
 
 @torch.no_grad()
-def _load_safetensors(state: State, folder: Path) -> None:
+def _load_safetensors(state: SavedTraining, folder: Path) -> None:
     loaded = load_file(folder / "state.safetensors")
     for name, tensor in _flat(state).items():
         tensor.copy_(loaded[name])
@@ -120,12 +123,12 @@ def _writer(folder: Path) -> FileSystemWriter:
     return FileSystemWriter(folder, thread_count=2, sync_files=True)
 
 
-def _save_dcp(state: State, folder: Path) -> None:
+def _save_dcp(state: SavedTraining, folder: Path) -> None:
     _group()
     save(state.state_dict(), storage_writer=_writer(folder))
 
 
-def _load_dcp(state: State, folder: Path) -> None:
+def _load_dcp(state: SavedTraining, folder: Path) -> None:
     _group()
     wanted = state.state_dict()
     load(wanted, checkpoint_id=str(folder))
@@ -135,7 +138,7 @@ def _load_dcp(state: State, folder: Path) -> None:
 Handle = tuple[Callable[[], Any], Callable[[], bool]]  # (wait, is it done)
 
 
-def _async_dcp(state: State, folder: Path) -> Handle:
+def _async_dcp(state: SavedTraining, folder: Path) -> Handle:
     _group()
     future: Any = async_save(state.state_dict(), storage_writer=_writer(folder))
     return future.result, future.done
@@ -144,8 +147,8 @@ def _async_dcp(state: State, folder: Path) -> Handle:
 _stager: list[DefaultStager] = []
 
 
-def _async_dcp_staged(state: State, folder: Path) -> Handle:
-    """With a stager that keeps its memory. It still copies before it returns: this loop changes the weights."""
+def _async_dcp_staged(state: SavedTraining, folder: Path) -> Handle:
+    """Save with a stager that keeps its memory. It copies before it returns, as this loop changes the weights."""
     _group()
     if not _stager:
         options = StagingOptions(
@@ -159,38 +162,38 @@ def _async_dcp_staged(state: State, folder: Path) -> Handle:
 # --- holdfast -----------------------------------------------------------------------------------
 
 
-def _tree(state: State) -> dict[str, Any]:
+def _tree(state: SavedTraining) -> dict[str, Any]:
     return {"model": state.model, "optimizer": state.optimizer}
 
 
-def _save_holdfast(state: State, folder: Path) -> None:
+def _save_holdfast(state: SavedTraining, folder: Path) -> None:
     checkpoint.save(folder, _tree(state))
 
 
-def _load_holdfast(state: State, folder: Path) -> None:
+def _load_holdfast(state: SavedTraining, folder: Path) -> None:
     checkpoint.load(folder, _tree(state))
 
 
-def _async_holdfast(state: State, folder: Path) -> Handle:
+def _async_holdfast(state: SavedTraining, folder: Path) -> Handle:
     pending = checkpoint.async_save(folder, _tree(state))
     return pending.wait, lambda: pending.done
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
-    """A way to save durably, and to load what was saved into the same objects."""
+class DurableFormat:
+    """Way to save durably, and to load what was saved into the same objects."""
 
-    save: Callable[[State, Path], None]
-    load: Callable[[State, Path], None]
+    save: Callable[[SavedTraining, Path], None]
+    load: Callable[[SavedTraining, Path], None]
 
 
 FORMATS = {
-    "torch.save": Format(save=_save_torch, load=_load_torch),
-    "safetensors": Format(save=_save_safetensors, load=_load_safetensors),
-    "DCP": Format(save=_save_dcp, load=_load_dcp),
-    "holdfast": Format(save=_save_holdfast, load=_load_holdfast),
+    "torch.save": DurableFormat(save=_save_torch, load=_load_torch),
+    "safetensors": DurableFormat(save=_save_safetensors, load=_load_safetensors),
+    "DCP": DurableFormat(save=_save_dcp, load=_load_dcp),
+    "holdfast": DurableFormat(save=_save_holdfast, load=_load_holdfast),
 }
-ASYNC: dict[str, Callable[[State, Path], Handle]] = {
+ASYNC: dict[str, Callable[[SavedTraining, Path], Handle]] = {
     "DCP async": _async_dcp,
     "DCP async, staged": _async_dcp_staged,
     "holdfast async": _async_holdfast,

@@ -1,4 +1,4 @@
-"""Holdfast's own entry in the races: the same model, batch and progress lines as the peers."""
+"""Holdfast's entry in the races of whole models: the model, batch and progress lines of the peers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bench.data_parallel import workload
 from bench.peers import common
 
 
-class Texts:
-    """A map-style data set of the workload's texts."""
+class WorkloadTexts:
+    """Map-style data set of the workload's texts."""
 
     def __init__(self, args: argparse.Namespace, size: int) -> None:
         self._args = args
@@ -37,13 +37,13 @@ def main() -> None:
         layers=workload.build_model(args),
         loss=workload.loss_fn,
         optimizer=workload.build_optimizer,
-        data=Texts(args, 100 * batch),
+        data=WorkloadTexts(args, 100 * batch),
         global_batch=batch,
         micro_batch=args.micro_batch,
         numerics=args.numerics,
     )
     worker = int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1])
-    progress = common.Progress(args, worker)
+    progress = common.ProgressFile(args, worker)
     for step in run.steps(args.steps):
         progress.finished(step.number + 1)
 

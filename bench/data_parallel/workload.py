@@ -1,4 +1,4 @@
-"""What every contestant trains: a byte-level GPT of plain torch modules on random text."""
+"""Model and data that every contestant trains: a byte-level GPT of plain torch modules on random text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY = 256
+VOCABULARY = 256  # all values of a byte
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The size of the workload; every contestant takes the same arguments."""
+    """Add the arguments for the size of the workload, the same for every contestant."""
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--seq", type=int, default=64)
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class ByteGPT(nn.Module):
-    """One module, as most people's models are: contestants get no help from its layers."""
+    """Byte-level GPT as one module, as most people's models are: contestants get no help from its layers."""
 
     def __init__(self, width: int, depth: int, seq: int) -> None:
         super().__init__()
@@ -47,24 +47,28 @@ class ByteGPT(nn.Module):
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
+    """Return the model, with the weights that ``args.seed`` gives."""
     torch.manual_seed(args.seed)
     return ByteGPT(args.width, args.depth, args.seq)
 
 
 def make_text(args: argparse.Namespace, place: int, samples: int) -> tuple[Tensor, Tensor]:
-    """``samples`` texts and what follows each byte; random, but the same whenever asked."""
+    """Return ``samples`` random texts and the byte that follows each of their bytes; ``place`` seeds them."""
     generator = torch.Generator().manual_seed(args.seed + place)
     text = torch.randint(VOCABULARY, (samples, args.seq + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
 
 
 def make_batch(args: argparse.Namespace, step: int, index: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of micro-batch ``index`` of a step."""
     return make_text(args, 1_000_003 * step + index, args.micro_batch)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the next bytes."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def build_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of all contestants."""
     return torch.optim.AdamW(params, lr=3e-4)

@@ -1,4 +1,4 @@
-"""What the peers share: their arguments, progress lines and one step's gradients."""
+"""Parts of all peers: their arguments, progress lines and the gradients of one step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from bench.data_parallel import workload
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the arguments that all contestants take."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=20, help="stop after this step")
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches per worker and step")
@@ -28,8 +29,8 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-class Progress:
-    """Appends a line per finished step to a file that all workers share.
+class ProgressFile:
+    """File of all workers of a contestant, with a line for each finished step.
 
     In a race for speed contestants take turns of a few steps each, so that all meet the same weather:
     a worker then waits for a byte on its own FIFO before each of its turns.
@@ -48,6 +49,7 @@ class Progress:
             self._wait_for_turn(0)
 
     def finished(self, step: int) -> None:
+        """Write a line for a finished step, and wait for the next turn if this one ends with it."""
         self._write({"step": step})
         if self._turns is not None and step % self._burst == 0:
             self._wait_for_turn(step)
@@ -63,7 +65,7 @@ class Progress:
 
 
 def accumulate_gradients(model: DistributedDataParallel, args: argparse.Namespace, step: int, worker: int) -> None:
-    """Back-propagates one worker's share of a step; the last micro-batch reduces it."""
+    """Compute the gradients of one worker's share of a step; the last micro-batch reduces them."""
     last = args.micro_batches - 1
     for index in range(args.micro_batches):
         source, target = workload.make_batch(args, step, worker * args.micro_batches + index)
@@ -73,7 +75,7 @@ def accumulate_gradients(model: DistributedDataParallel, args: argparse.Namespac
 
 
 def report_end(model: nn.Module, step: int, worker: int) -> None:
-    """Prints a digest of the weights, equal on all workers if they ended up in step."""
+    """Print a digest of the weights; it is equal on all workers if they ended in step."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(str(torch.hash_tensor(parameter.detach()).item()).encode())

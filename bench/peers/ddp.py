@@ -16,7 +16,7 @@ def main() -> None:
     rank = dist.get_rank()
     model = DistributedDataParallel(workload.build_model(args))
     optimizer = workload.build_optimizer(model.parameters())
-    progress = common.Progress(args, rank)
+    progress = common.ProgressFile(args, rank)
 
     for step in range(1, args.steps + 1):
         optimizer.zero_grad()

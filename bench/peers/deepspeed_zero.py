@@ -1,4 +1,4 @@
-"""DeepSpeed's part of ``bench zero``: makes a ZeRO checkpoint, or converts it to universal and loads it.
+"""DeepSpeed's part of ``bench zero``: make a ZeRO checkpoint, or convert it to universal and load it.
 
 ``deepspeed_zero.py make FOLDER MEGABYTES`` or ``deepspeed_zero.py load FOLDER MEGABYTES``; runs under the interpreter
 that ``make formats`` sets up. Prints one JSON line with seconds, imports not counted.
@@ -22,16 +22,18 @@ from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-not-foun
 from torch import nn
 from torch.multiprocessing import get_context
 
-WIDTH = 1024
-WORLD = 2
+WIDTH = 1024  # of a layer, as in bench/savers.py
+WORLD = 2  # ranks that write the checkpoint
 
 
 def model(megabytes: int) -> nn.Sequential:
+    """Return a model whose weights and Adam state take about ``megabytes``."""
     layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
 def engine(megabytes: int, *, stage: int, universal: bool) -> Any:
+    """Return DeepSpeed's engine around that model."""
     net = model(megabytes)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -47,6 +49,7 @@ def engine(megabytes: int, *, stage: int, universal: bool) -> Any:
 
 
 def make(rank: int, folder: str, megabytes: int, port: int) -> None:
+    """Write a ZeRO-1 checkpoint as one of its two ranks."""
     _join(rank, WORLD, port)
     made = engine(megabytes, stage=1, universal=False)
     made.backward(made(torch.randn(2, WIDTH)).square().mean())
@@ -55,7 +58,10 @@ def make(rank: int, folder: str, megabytes: int, port: int) -> None:
 
 
 def load(folder: str, megabytes: int, port: int) -> dict[str, float]:
-    """Onto one worker and as ZeRO-1: the layout changes, the stage does not, because DeepSpeed cannot."""
+    """Convert and load the checkpoint; return the seconds of both.
+
+    Onto one worker and as ZeRO-1: the layout changes, the stage does not, because DeepSpeed cannot.
+    """
     begin = time.monotonic()
     words = argparse.Namespace(
         input_folder=f"{folder}/saved",

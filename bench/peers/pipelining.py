@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.peers.common import Progress
+from bench.peers.common import ProgressFile
 from bench.pipelines import layers as model
 
 
-class Place:
-    """Which layers and micro-batches are this process's, in a grid of equally cut pipelines."""
+class GridPlace:
+    """Layers and micro-batches of this process, in a grid of equally cut pipelines."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.counts = [int(each) for each in args.stages.split(",")]
@@ -44,17 +44,19 @@ class Place:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is the first stage."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether this is the last stage."""
         return self.stage == len(self.counts) - 1
 
 
 class Trainer:
-    """One process's part of a step."""
+    """Part of one process in a step."""
 
-    def __init__(self, args: argparse.Namespace, place: Place) -> None:
+    def __init__(self, args: argparse.Namespace, place: GridPlace) -> None:
         self.place = place
         self.layers = [model.build_layers(args)[number] for number in place.layers]
         self.module: nn.Module = nn.Sequential(*self.layers)
@@ -87,7 +89,7 @@ class Trainer:
         return model.loss_fn(output, target) * self.weight
 
     def step(self, number: int) -> float:
-        """Step ``number``, counted from 0; the weighted loss where there is one."""
+        """Train step ``number``, counted from 0; return the weighted loss, or 0 where there is none."""
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         if self.schedule is None:
@@ -114,7 +116,7 @@ class Trainer:
             losses.append(loss.detach())
 
     def save(self, folder: Path, step: int) -> None:
-        """One pipeline's stages write their layers; when all have, the step counts as saved."""
+        """Save the layers of one pipeline's stages; the step counts as saved when all have written."""
         target = folder / f"step-{step}"
         target.mkdir(parents=True, exist_ok=True)
         if self.place.pipeline == 0:
@@ -127,7 +129,7 @@ class Trainer:
             (folder / "latest.tmp").replace(folder / "latest")
 
     def load(self, folder: Path) -> int:
-        """The last saved step, or 0."""
+        """Load the last checkpoint and return its step; without one, return 0."""
         if not (folder / "latest").exists():
             return 0
         step = int((folder / "latest").read_text())
@@ -146,12 +148,12 @@ def main() -> None:
     args = parser.parse_args()
     imported = time.time()
     dist.init_process_group("gloo")
-    trainer = Trainer(args, Place(args))
+    trainer = Trainer(args, GridPlace(args))
     done = trainer.load(args.checkpoint) if args.checkpoint else 0
     if args.checkpoint:
         sys.stdout.write(json.dumps({"imported": imported, "loaded": time.time(), "done": done}) + "\n")
         sys.stdout.flush()
-    progress = Progress(args, dist.get_rank())
+    progress = ProgressFile(args, dist.get_rank())
     losses = []
     for step in range(done, args.steps):
         losses.append(trainer.step(step))

@@ -14,6 +14,7 @@ from bench.peers import common
 
 
 def save(path: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write a checkpoint to ``path``, whole or not at all."""
     state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     # A worker killed half-way through writing must leave the previous checkpoint whole.
     unfinished = f"{path}.tmp"
@@ -22,7 +23,7 @@ def save(path: str, step: int, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the last checkpoint, if there is one; returns the last step it contains."""
+    """Load the last checkpoint, if there is one; return the last step in it, else 0."""
     if not os.path.exists(path):
         return 0
     state = torch.load(path, map_location="cpu")
@@ -45,7 +46,7 @@ def main() -> None:
     # since DDP's construction below synchronizes them.
     done = load(args.checkpoint, model, optimizer)
     replica = DistributedDataParallel(model)
-    progress = common.Progress(args, rank)
+    progress = common.ProgressFile(args, rank)
 
     for step in range(done + 1, args.steps + 1):
         optimizer.zero_grad()

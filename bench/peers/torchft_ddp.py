@@ -28,11 +28,12 @@ HOST = "127.0.0.1"
 
 
 def seconds(text: str) -> timedelta:
+    """Return a duration from its seconds as text."""
     return timedelta(seconds=float(text))
 
 
 def add_torchft_arguments(parser: argparse.ArgumentParser) -> None:
-    """The defaults are those of torchft (nightly 2026.10.26): no flags means "as it comes"."""
+    """Add torchft's settings. The defaults are its own (nightly 2026.10.26)."""
     parser.add_argument("--worker", type=int, required=True, help="this replica group's number")
     parser.add_argument("--lighthouse", help="http://host:port; else $TORCHFT_LIGHTHOUSE")
     parser.add_argument("--min-replicas", type=int, default=1, help="fewest that may commit a step")
@@ -93,7 +94,7 @@ def main() -> None:
     )
     replica = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
-    progress = common.Progress(args, args.worker)
+    progress = common.ProgressFile(args, args.worker)
 
     while (step := manager.current_step()) < args.steps:
         optimizer.zero_grad()  # also starts the quorum for this step

@@ -94,6 +94,8 @@ class CommitCopyRun(holdfast.Run):
         self._losses = [self._do_step(number, group) for number in block]
 
     def _do_step(self, number: int, group: Group) -> float:
+        if self._trace:  # for tests that count steps done again
+            self._event("block-step", step=number)
         faults.at_step(number)
         losses = torch.tensor(self.engine.attempt(number, group), dtype=torch.float64, device=self.engine.model.device)
         # All exchange their losses between two steps: a worker may not write into what it has sent before

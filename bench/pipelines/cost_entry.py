@@ -1,4 +1,4 @@
-"""What the race's model costs, measured again in every turn: the planner's estimate meets the same weather."""
+"""Script that measures the model's costs in every turn, so that the planner's estimate is of the same moment."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.peers.common import Progress
+from bench.peers.common import ProgressFile
 from holdfast.engine.profile.measure import measure
 from holdfast.engine.profile.run_script import until_training
 
 if TYPE_CHECKING:
     from holdfast.run.run import Run
 
-ROUNDS = 6  # passes in a turn
+ROUNDS = 6  # forward and backward passes that are timed in a turn
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     target = Path(f"{args.progress}.costs-{args.worker}")
 
     def look(run: Run) -> None:
-        progress = Progress(args, args.worker)
+        progress = ProgressFile(args, args.worker)
         with target.open("a", buffering=1) as file:
             for step in range(1, args.steps + 1):
                 if step % args.burst == 1 or args.burst == 1:  # one measurement stands for the steps of a turn

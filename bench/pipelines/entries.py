@@ -16,10 +16,10 @@ PEER = "bench.peers.pipelining"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model and its batch.
+class PipelineShape:
+    """Size of a model and of its batch.
 
-    >>> Shape(model="wide", layers=8).arguments()[:4]
+    >>> PipelineShape(model="wide", layers=8).arguments()[:4]
     ['--model', 'wide', '--layers', '8']
     """
 
@@ -33,12 +33,16 @@ class Shape:
     backward_ms: float = 6.0
 
     def arguments(self) -> list[str]:
+        """Return the arguments of a contestant's script."""
         return [word for name, value in vars(self).items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """Who trains a shape: ``stages`` has the layers of each stage, ``options`` are the script's own."""
+    """System that trains a shape.
+
+    ``stages`` has the number of layers of each stage; ``options`` are more arguments of its script.
+    """
 
     system: str  # holdfast, torch, or measuring: what the model costs
     workers: int
@@ -46,8 +50,12 @@ class Contestant:
     options: Sequence[str] = ()
     rate: str = ""  # of a link of its own, as tc writes it; none: this machine's loopback
 
-    def commands(self, shape: Shape, folder: Path, more: Sequence[str]) -> list[list[str]]:
-        """What to start: holdfast's and torch's own agents start all workers; who only measures needs none."""
+    def commands(self, shape: PipelineShape, folder: Path, more: Sequence[str]) -> list[list[str]]:
+        """Return the commands to start.
+
+        Holdfast's and torch's own agents start all workers with one command; the measuring contestant needs one for
+        each.
+        """
         arguments = [*shape.arguments(), "--stages", ",".join(map(str, self.stages)), *self.options, *more]
         if self.system == "measuring":
             script = [sys.executable, "-m", "bench.pipelines.cost_entry", *arguments]
@@ -64,9 +72,9 @@ class Contestant:
 
 @contextmanager
 def started(
-    contestant: Contestant, shape: Shape, *, folder: Path, burst: int = 0, steps: int = 1_000_000
+    contestant: Contestant, shape: PipelineShape, *, folder: Path, burst: int = 0, steps: int = 1_000_000
 ) -> Iterator[Running]:
-    """The contestant at work, or waiting for its first turn."""
+    """Start a contestant, and end it afterwards. With ``burst`` it waits for a turn before every so many steps."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     running = Running(folder=folder, workers=contestant.workers)
@@ -82,9 +90,9 @@ def started(
 
 
 def started_by_hand(
-    running: Running, contestant: Contestant, shape: Shape, options: Sequence[str]
+    running: Running, contestant: Contestant, shape: PipelineShape, options: Sequence[str]
 ) -> list[subprocess.Popen[bytes]]:
-    """Torch's processes one by one, as a scheduler starts them; one that ends takes nobody along."""
+    """Start torch's processes one by one, as a scheduler does: one that ends does not end the others."""
     arguments = [*shape.arguments(), "--stages", ",".join(map(str, contestant.stages)), *options]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(contestant.workers)}
     command = [sys.executable, "-m", PEER, *arguments]

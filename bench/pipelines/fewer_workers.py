@@ -1,4 +1,4 @@
-"""Fewer and fewer workers: step times against a restart's and the planner's promise, and how long a loss stops all."""
+"""Contest on fewer and fewer workers: step times against a restart's and the planner's estimate, and time per loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape
+from bench.pipelines.entries import Contestant, PipelineShape
 from bench.pipelines.losses import (
     Course,
-    Losses,
+    LossPlan,
     choose_grid,
     received_bytes,
     replanned,
@@ -30,32 +30,32 @@ from holdfast.measuring import spread
 from holdfast.plan.profile import Profile
 from holdfast.words import size_text
 
-BEYOND_MS = 150.0  # that a recovery may take beside the redone step and the transfer,
-LINK_SHARE = 0.7  # which has to reach this much of the link
+BEYOND_MS = 150.0  # bar: ms that a recovery may take beyond the redone step and the transfer
+LINK_SHARE = 0.7  # share of the bandwidth that a transfer is expected to reach
 OURS, THEIRS = "holdfast", "restart"
-LIGHT = Shape(model="waiting", layers=12, micro_batches=12)
-HEAVY = Shape(model="waiting", layers=12, micro_batches=8, width=1024)  # 12.6 MB to send for a layer
-TWO_LOSSES = Losses()
-ONE_LOSS = Losses(turns=(1, 2))
+LIGHT = PipelineShape(model="waiting", layers=12, micro_batches=12)
+HEAVY = PipelineShape(model="waiting", layers=12, micro_batches=8, width=1024)  # 12.6 MB to send for a layer
+TWO_LOSSES = LossPlan()
+ONE_LOSS = LossPlan(turns=(1, 2))
 Courses = dict[str, list[Course]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Who is lost when: of ``workers``, of which a pipeline takes at least ``minimum``."""
+class LossSizes:
+    """Sizes of the contest: a pipeline takes at least ``minimum`` of the ``workers``."""
 
-    shape: Shape = LIGHT
+    shape: PipelineShape = LIGHT
     workers: int = 6
     minimum: int = 2
-    losses: Losses = TWO_LOSSES
-    heavy: Shape = HEAVY
+    losses: LossPlan = TWO_LOSSES
+    heavy: PipelineShape = HEAVY
     heavy_workers: int = 4
-    heavy_losses: Losses = ONE_LOSS
+    heavy_losses: LossPlan = ONE_LOSS
     gigabits: int = 2  # of the link that the heavy ones share
 
 
-def race(sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Both systems lose workers, beside each other; then layers are sent over a slow link."""
+def race(sizes: LossSizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Let both systems lose workers, beside each other, then send layers over a slow link; return results and bars."""
     profile = make_profile(sizes.shape, sizes.minimum, folder / "profile")
     courses: Courses = {OURS: [], THEIRS: []}
     for number in range(rounds):
@@ -73,7 +73,7 @@ def race(sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> tuple[dict[str
     return results, bars
 
 
-def _both(sizes: Sizes, profile: Profile, folder: Path, seed: int) -> dict[str, Course]:
+def _both(sizes: LossSizes, profile: Profile, folder: Path, seed: int) -> dict[str, Course]:
     workers, every = sizes.workers, sizes.losses.every
     ours = Contestant(system="holdfast", workers=workers, stages=(1,), options=_options(profile, folder / OURS))
     restart = restarted(sizes.shape, workers=workers, minimum=sizes.minimum, every=every, folder=folder / THEIRS)
@@ -84,8 +84,8 @@ def _both(sizes: Sizes, profile: Profile, folder: Path, seed: int) -> dict[str, 
     return courses
 
 
-def _heavy(sizes: Sizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], list[float]]:
-    """Large layers, and a link on which sending them takes time."""
+def _heavy(sizes: LossSizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str, Any], list[float]]:
+    """Lose a worker where layers are large and the link is slow, so that sending takes time."""
     profile = make_profile(sizes.heavy, sizes.minimum, folder / "profile")
     workers, rate = sizes.heavy_workers, f"{sizes.gigabits}gbit"
     courses = []
@@ -111,8 +111,8 @@ def _heavy(sizes: Sizes, rounds: int, folder: Path, say: Say) -> tuple[dict[str,
 # --- the plan ----------------------------------------------------------------------------------------
 
 
-def make_profile(shape: Shape, minimum: int, folder: Path) -> Profile:
-    """As ``holdfast profile`` measures it, for workers of which a pipeline takes at least ``minimum``."""
+def make_profile(shape: PipelineShape, minimum: int, folder: Path) -> Profile:
+    """Return what ``holdfast profile`` measures, with the memory that makes a pipeline take ``minimum`` workers."""
     folder.mkdir(parents=True, exist_ok=True)
     target = (folder / "profile.json").absolute()
     script = ["-m", "bench.pipelines.pipeline_entry", *shape.arguments()]
@@ -125,7 +125,7 @@ def make_profile(shape: Shape, minimum: int, folder: Path) -> Profile:
 
 
 def memory_for(profile: Profile, minimum: int) -> int:
-    """Bytes of a worker so that fewer than ``minimum`` of them cannot hold all layers.
+    """Return bytes of a worker so that fewer than ``minimum`` of them cannot hold all layers.
 
     >>> from holdfast.plan.profile import uniform
     >>> memory_for(uniform(12, weight_bytes=10, saved_bytes=0), 2)
@@ -146,7 +146,7 @@ def _options(profile: Profile, folder: Path) -> list[str]:
 
 
 def told(course: Course) -> str:
-    """In words.
+    """Return a course in words.
 
     >>> told(Course(step_s={3: [0.1], 2: [0.2, 0.3, 0.2]}, back_s={2: 0.5}))
     '3 workers 100 ms a step, 2 workers 200 ms a step after 500 ms'
@@ -159,7 +159,7 @@ def told(course: Course) -> str:
 
 
 def beyond_ms(course: Course, bandwidth: float) -> list[float]:
-    """What each recovery took beside the redone step and the transfer at the share of the link that is asked for.
+    """Return the ms of each recovery beyond the redone step and the transfer, at ``LINK_SHARE`` of the bandwidth.
 
     >>> beyond_ms(Course(step_s={3: [0.1], 2: [0.2]}, back_s={2: 0.5}, received={2: 700}), bandwidth=10_000.0)
     [200.0]
@@ -174,7 +174,7 @@ def _transfer(course: Course, left: int, bandwidth: float) -> float:
     return course.received.get(left, 0) / (LINK_SHARE * bandwidth)
 
 
-def _rows(sizes: Sizes, courses: Courses, profile: Profile) -> dict[str, Any]:
+def _rows(sizes: LossSizes, courses: Courses, profile: Profile) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for left in courses[OURS][0].step_s:
         ours, theirs = ([step for course in courses[name] for step in course.step_s[left]] for name in (OURS, THEIRS))
@@ -205,8 +205,8 @@ def _back(courses: Sequence[Course], left: int) -> dict[str, Any]:
     return {"back_s": spread([course.back_s[left] for course in courses])} if left in courses[0].back_s else {}
 
 
-def _bars(sizes: Sizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Bar]:
-    """On one worker less a grid leaves somebody idle; and whoever restarts is told how long interpreters took."""
+def _bars(sizes: LossSizes, courses: Mapping[str, Sequence[Course]]) -> dict[str, Bar]:
+    """Return the bars: speed with one worker less, where a grid leaves one idle, and the time back after a loss."""
     left = sizes.workers - 1
     pairs = list(zip(courses[THEIRS], courses[OURS], strict=True))
     steps = [a / b for theirs, ours in pairs for a, b in zip(theirs.step_s[left], ours.step_s[left], strict=True)]

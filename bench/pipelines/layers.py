@@ -1,7 +1,7 @@
-"""What contestants of the pipeline race train: models as lists of layers, on data that all of them have.
+"""Models and data of the pipeline races: lists of layers, equal for all contestants.
 
-Three kinds. ``gpt`` computes: a byte-level transformer. ``wide`` has large weights and small activations, where
-pipelines send little and data parallelism much. ``waiting`` stands in for machines that are not there: its layers
+There are three kinds. ``gpt`` computes: a byte-level transformer. ``wide`` has large weights and small activations:
+pipelines send little and data parallelism much. ``waiting`` stands for machines that are not there: its layers
 sleep, forward and backward, so that more workers than cores behave as if each had a core of its own.
 """
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY = 256
-BATCHES = 20  # different ones; then they come again
+VOCABULARY = 256  # all values of a byte
+BATCHES = 20  # different batches in the data set; then they are repeated
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """Every contestant takes the same arguments."""
+    """Return the parser of the arguments that all contestants take."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=20, help="stop after this step")
     parser.add_argument("--stages", default="1", help="layers of each stage, as 3,3; or how many workers hold a model")
@@ -39,8 +39,8 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-class Embed(nn.Module):
-    """Bytes and their places, as vectors."""
+class ByteEmbedding(nn.Module):
+    """Embedding of bytes and of their positions."""
 
     def __init__(self, width: int, seq: int) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Embed(nn.Module):
         return self.tokens(text) + self.positions
 
 
-class Block(nn.Module):
-    """A causal transformer block."""
+class CausalBlock(nn.Module):
+    """Causal transformer block."""
 
     def __init__(self, width: int, seq: int) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class Block(nn.Module):
         return self.inner(hidden, src_mask=self.mask, is_causal=True)
 
 
-class Wide(nn.Module):
-    """Many weights, few activations."""
+class WideLayer(nn.Module):
+    """Layer with many weights and few activations."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Wide(nn.Module):
 
 
 class _Wait(torch.autograd.Function):
-    """Sleeps on the way forward and on the way back; changes nothing."""
+    """Identity that sleeps in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, forward: float, backward: float) -> Tensor:
@@ -92,8 +92,8 @@ class _Wait(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class Waiting(nn.Module):
-    """Takes its time without taking a core: a layer on a machine of its own, whatever else runs on this one."""
+class WaitingLayer(nn.Module):
+    """Layer that sleeps instead of computing, like one on a machine of its own."""
 
     def __init__(self, width: int, forward: float, backward: float) -> None:
         super().__init__()
@@ -105,29 +105,31 @@ class Waiting(nn.Module):
 
 
 def build_layers(args: argparse.Namespace) -> list[nn.Module]:
-    """The model's layers, equal wherever they are built."""
+    """Return the model's layers, with the weights that ``args.seed`` gives."""
     torch.manual_seed(args.seed)
     if args.model == "gpt":
-        blocks = [Block(args.width, args.seq) for _ in range(args.layers - 2)]
-        return [Embed(args.width, args.seq), *blocks, nn.Linear(args.width, VOCABULARY)]
+        blocks = [CausalBlock(args.width, args.seq) for _ in range(args.layers - 2)]
+        return [ByteEmbedding(args.width, args.seq), *blocks, nn.Linear(args.width, VOCABULARY)]
     if args.model == "wide":
-        return [Wide(args.width) for _ in range(args.layers)]
+        return [WideLayer(args.width) for _ in range(args.layers)]
     seconds = (args.forward_ms / 1000, args.backward_ms / 1000)
-    return [Waiting(args.width, *seconds) for _ in range(args.layers)]
+    return [WaitingLayer(args.width, *seconds) for _ in range(args.layers)]
 
 
 def build_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of all contestants."""
     return torch.optim.AdamW(params, lr=3e-4)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """Return the squared error of numbers, or the cross-entropy of bytes."""
     if target.is_floating_point():
         return functional.mse_loss(output, target)
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 class Samples:
-    """A map-style data set in memory. Nobody is to lose time by it.
+    """Map-style data set in memory, so that no contestant waits for data.
 
     >>> samples = Samples(argument_parser(None).parse_args(["--micro-batches", "2"]))
     >>> len(samples), samples.batch(step=1, micro_batches=range(1, 2))[0].shape
@@ -152,7 +154,7 @@ class Samples:
         return self.inputs[index], self.targets[index]
 
     def batch(self, *, step: int, micro_batches: range) -> tuple[Tensor, Tensor]:
-        """Some of a step's micro-batches, counted from step 0, in the data set's order."""
+        """Return some of a step's micro-batches, in the data set's order; steps count from 0."""
         start = step % BATCHES * self._in_step
         here = slice(start + micro_batches.start * self._micro_batch, start + micro_batches.stop * self._micro_batch)
         return self.inputs[here], self.targets[here]

@@ -1,8 +1,9 @@
 """Workers lost one after the other: pipelines that are planned anew, against a restart with another grid.
 
-The restart is Varuna's way: pipelines of equal depth, which divides the layers, as many as fit into the workers
-that are left; all processes end, fresh ones load the last checkpoint and do the lost steps again. It is told of a
-loss at once, its checkpoints are not synced to disk, and starting its interpreters can be taken off.
+The restart is Varuna's way. Its pipelines have equal depth, which divides the layers, and there are as many as fit
+into the workers that are left. All processes end; new ones load the last checkpoint and do the lost steps again. It
+gets some advantages: it is told of a loss at once, its checkpoints are not synced to disk, and the start of its
+interpreters can be subtracted.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape, started, started_by_hand
-from bench.running import Running
+from bench.pipelines.entries import Contestant, PipelineShape, started, started_by_hand
+from bench.running import POLL_SECONDS, Running
 from holdfast.cluster.events import read_events
 from holdfast.errors import HoldfastError
 
-PATIENCE_SECONDS = 90.0
-TURN = 2  # steps
+PATIENCE_SECONDS = 90.0  # limit for a step; after a loss it includes the start of new processes
+TURN_STEPS = 2  # few, so that both sides meet the same load of the machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
-    """Turns with all workers, with one less, and so on.
+class LossPlan:
+    """Number of turns with all workers, with one less, and so on.
 
     With the defaults losses come after steps 15 and 25: a restart loses five steps, as it does on average.
     """
@@ -40,7 +41,7 @@ class Losses:
 
 @dataclass(kw_only=True)
 class Course:
-    """What was measured while workers were lost: by the number of workers that were left."""
+    """Measurements while workers were lost, by the number of workers that were left."""
 
     step_s: dict[int, list[float]] = field(default_factory=dict)  # of each turn
     back_s: dict[int, float] = field(default_factory=dict)  # from the loss to the next new step of all
@@ -48,8 +49,8 @@ class Course:
     received: dict[int, int] = field(default_factory=dict)  # bytes, of the worker that got the most
 
 
-def run_course(sides: Mapping[str, Side], losses: Losses, *, workers: int, seed: int) -> dict[str, Course]:
-    """All sides lose as many workers after the same steps; in between they take turns."""
+def run_course(sides: Mapping[str, Side], losses: LossPlan, *, workers: int, seed: int) -> dict[str, Course]:
+    """Let all sides lose workers after the same steps, and take turns in between; return a course for each."""
     courses = {name: Course() for name in sides}
     dice = {name: random.Random(seed) for name in sides}
     names = list(sides)
@@ -62,12 +63,12 @@ def run_course(sides: Mapping[str, Side], losses: Losses, *, workers: int, seed:
             courses[name].step_s[left] = []
         for turn in range(turns):
             for name in names if turn % 2 else reversed(names):
-                courses[name].step_s[left].append(sides[name].go(TURN))
+                courses[name].step_s[left].append(sides[name].go(TURN_STEPS))
     return courses
 
 
 def finished(lines: Sequence[dict[str, Any]], step: int, workers: int, *, after: float) -> float | None:
-    """When the last of so many workers had finished this step, if all have.
+    """Return when the last of so many workers finished this step, or None if not all have.
 
     >>> lines = [{"pid": 1, "step": 3, "t": 5.0}, {"pid": 2, "step": 3, "t": 6.0}]
     >>> finished(lines, 3, 2, after=0.0), finished(lines, 3, 3, after=0.0)
@@ -79,7 +80,7 @@ def finished(lines: Sequence[dict[str, Any]], step: int, workers: int, *, after:
 
 @dataclass(kw_only=True)
 class Side:
-    """A system whose workers take a step only when they are told to. What it does about a loss is in ``regroup``."""
+    """System whose workers take a step only when they are told to; ``regroup`` says what it does about a loss."""
 
     running: Running
     training: int  # workers, at the moment
@@ -87,7 +88,7 @@ class Side:
     since: float = 0.0  # what was written before does not count: of steps that are done again
 
     def go(self, steps: int) -> float:
-        """So many steps; the seconds of one."""
+        """Let all take so many steps; return the seconds of one."""
         first, self.step = self.step, self.step + steps
         self.running.allow(steps)
         end = self.wait_for(self.step)
@@ -95,7 +96,7 @@ class Side:
         return float((end - began) / steps)
 
     def lose(self, left: int, dice: random.Random) -> float:
-        """Kills a worker early in a step; the seconds from then until all that are left have finished that step."""
+        """Kill a worker early in a step; return the seconds until all that are left have finished that step."""
         self.running.allow(3)
         self.wait_for(self.step + 1)
         lines = [line for line in self.running.lines if line["t"] > self.since]
@@ -110,16 +111,17 @@ class Side:
         return back
 
     def regroup(self, left: int) -> int:
-        """How many train on: here all, by themselves."""
+        """Return how many train on: here all, by themselves."""
         return left
 
     def wait_for(self, step: int) -> float:
+        """Wait until all have finished this step; return when the last did."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             when = finished(self.running.update(), step, self.training, after=self.since)
             if when is not None:
                 return when
-            time.sleep(0.003)
+            time.sleep(POLL_SECONDS)
         where = self.running.folder / "output.log"
         raise HoldfastError(f"step {step} never came on {self.training} workers", hint=f"see {where}")
 
@@ -128,14 +130,14 @@ class Side:
 
 
 @contextmanager
-def replanned(contestant: Contestant, shape: Shape, *, folder: Path) -> Iterator[Side]:
-    """Holdfast: whoever is left goes on."""
+def replanned(contestant: Contestant, shape: PipelineShape, *, folder: Path) -> Iterator[Side]:
+    """Start holdfast, whose survivors go on by themselves."""
     with started(contestant, shape, folder=folder, burst=1) as running:
         yield Side(running=running, training=contestant.workers)
 
 
 def received_bytes(events: Path, workers: int) -> dict[int, int]:
-    """By the number of workers in a generation, what the one that was sent the most was sent."""
+    """Return, by the number of workers in a generation, the most bytes that one of them was sent."""
     sizes: dict[int, int] = {}
     received: dict[int, int] = {}
     for event in read_events(events):
@@ -151,7 +153,7 @@ def received_bytes(events: Path, workers: int) -> dict[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class EqualGrid:
     """Pipelines of equal depth side by side."""
 
     stages: tuple[int, ...]  # layers of each
@@ -159,27 +161,28 @@ class Grid:
 
     @property
     def workers(self) -> int:
+        """Number of workers that the grid takes."""
         return len(self.stages) * self.pipelines
 
 
-def choose_grid(*, layers: int, workers: int, minimum: int, micro_batches: int) -> Grid:
-    """The fastest grid of at least ``minimum`` stages, each with as many of the equal layers.
+def choose_grid(*, layers: int, workers: int, minimum: int, micro_batches: int) -> EqualGrid:
+    """Return the fastest grid of at least ``minimum`` stages with equally many layers.
 
     >>> choose_grid(layers=12, workers=5, minimum=2, micro_batches=12)
-    Grid(stages=(6, 6), pipelines=2)
+    EqualGrid(stages=(6, 6), pipelines=2)
     >>> choose_grid(layers=12, workers=3, minimum=2, micro_batches=12)
-    Grid(stages=(4, 4, 4), pipelines=1)
+    EqualGrid(stages=(4, 4, 4), pipelines=1)
     """
     grids = [
-        Grid(stages=(layers // depth,) * depth, pipelines=workers // depth)
+        EqualGrid(stages=(layers // depth,) * depth, pipelines=workers // depth)
         for depth in range(minimum, workers + 1)
         if layers % depth == 0 and micro_batches // (workers // depth) >= depth
     ]
     if not grids:
         raise HoldfastError(f"no grid of {workers} workers holds {layers} layers", hint="fewer layers a stage")
 
-    def seconds(grid: Grid) -> float:
-        """Of 1F1B: every micro-batch, and one for each further stage, passes through a stage."""
+    def seconds(grid: EqualGrid) -> float:
+        """Relative time of 1F1B: all micro-batches, and one for each further stage, pass through a stage."""
         share = -(-micro_batches // grid.pipelines)
         return (share + len(grid.stages) - 1) * grid.stages[0]
 
@@ -188,14 +191,17 @@ def choose_grid(*, layers: int, workers: int, minimum: int, micro_batches: int) 
 
 @dataclass(kw_only=True)
 class Restarted(Side):
-    """All processes end, and fresh ones go on from the last checkpoint with the best grid for those left."""
+    """Varuna's way: all processes end, and new ones load the last checkpoint with the best grid for those left."""
 
-    shape: Shape
+    shape: PipelineShape
     minimum: int  # stages that hold the model
     every: int
-    starts: list[tuple[int, int, float]] = field(default_factory=list)  # workers, those that train, and when
+    starts: list[tuple[int, int, float]] = field(
+        default_factory=list
+    )  # (workers left, workers that train, time of the loss)
 
     def begin(self, workers: int) -> int:
+        """Start the processes of the best grid; return how many they are."""
         grid = choose_grid(
             layers=self.shape.layers, workers=workers, minimum=self.minimum, micro_batches=self.shape.micro_batches
         )
@@ -207,6 +213,7 @@ class Restarted(Side):
         return grid.workers
 
     def regroup(self, left: int) -> int:
+        """End all processes and start new ones; return how many they are."""
         self.running.end(at_once=True)
         self.running.forbid()
         latest = self.running.folder / "checkpoint" / "latest"
@@ -216,7 +223,7 @@ class Restarted(Side):
         return training
 
     def starting_s(self) -> dict[int, float]:
-        """After each loss, by the workers left: until the last process had its imports."""
+        """Return, by the workers left, the seconds from the loss until the last new process had its imports."""
         said = (self.running.folder / "output.log").read_text().splitlines()
         imported = sorted(json.loads(line)["imported"] for line in said if line.startswith('{"imported"'))
         return {
@@ -226,8 +233,8 @@ class Restarted(Side):
 
 
 @contextmanager
-def restarted(shape: Shape, *, workers: int, minimum: int, every: int, folder: Path) -> Iterator[Restarted]:
-    """Torch's pipelining with checkpoints; whoever holds this starts it again."""
+def restarted(shape: PipelineShape, *, workers: int, minimum: int, every: int, folder: Path) -> Iterator[Restarted]:
+    """Start torch's pipelining with checkpoints, and end it afterwards."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     running = Running(folder=folder, workers=workers)

@@ -1,4 +1,4 @@
-"""Holdfast's entry in the pipeline race."""
+"""Script of holdfast's entry in the races with pipelines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from bench.peers.common import Progress
+from bench.peers.common import ProgressFile
 from bench.pipelines import layers as model
 from holdfast.log.log import LogSettings
 
@@ -42,7 +42,7 @@ def main() -> None:
         every=args.every,
         log=LogSettings(budget=args.log_budget, memory=args.log_memory) if args.log else False,
     )
-    progress = Progress(args, worker_number())
+    progress = ProgressFile(args, worker_number())
     losses = []
     for step in run.steps(args.steps):
         losses.append(step.loss)
@@ -56,7 +56,7 @@ def main() -> None:
 def make_run(
     args: argparse.Namespace, *, kind: Callable[..., holdfast.Run] = holdfast.Run, **settings: Any
 ) -> holdfast.Run:
-    """What all races of holdfast with itself and with others train."""
+    """Return a run of the model that all these races train; ``kind`` makes it, ``settings`` are the run's."""
     return kind(
         layers=model.build_layers(args),
         loss=model.loss_fn,
@@ -70,14 +70,15 @@ def make_run(
 
 
 def worker_number() -> int:
+    """Return the number of this worker on its host."""
     return int(os.environ.get("HOLDFAST_WORKER", "0.0").split(".")[1])
 
 
 def _tell_log(args: argparse.Namespace, run: holdfast.Run, step: int) -> None:
-    """What this worker's log holds after a step, in a line beside its progress."""
+    """Write the size of this worker's log after a step, as a line beside its progress."""
     log: Any = run.engine.log
     if args.burst and step % args.burst == 0:
-        log.settle()  # whoever spills does it in its own turn
+        log.settle()  # records are spilled in the turn of the run that spills them
     line = {"step": step, "bytes": log.bytes, "spilled": log.spilled, "usable": log.usable}
     with Path(f"{args.progress}.log-{os.environ['HOLDFAST_WORKER']}").open("a") as file:
         file.write(json.dumps(line) + "\n")

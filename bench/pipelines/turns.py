@@ -1,4 +1,4 @@
-"""Who trains how fast when nothing happens: all contestants of a contest are there at once and take turns."""
+"""Contests of speed while nothing fails: all contestants are started at once and take turns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape, started
+from bench.pipelines.entries import Contestant, PipelineShape, started
 from bench.report import Say
-from bench.running import Running
+from bench.running import time_turns
 from holdfast.measuring import spread
 from holdfast.plan.lay_out import lay_out
 from holdfast.plan.layout import Layout
@@ -23,39 +23,29 @@ from holdfast.plan.timeline import simulate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
-    """Contestants by name on one shape; ratios are to one of them."""
+class SpeedContest:
+    """Contestants by name on one shape, and whose speed ratios are to."""
 
     title: str
-    shape: Shape
+    shape: PipelineShape
     contestants: Mapping[str, Contestant]
     against: Mapping[str, str]  # the ratio's name: whose speed is 1
     burst: int = 4
 
 
-def take_turns(contest: Contest, *, rounds: int, folder: Path, say: Say) -> dict[str, list[float]]:
-    """Seconds a step in each round. Only neighbours in time can be compared: the machine's speed changes."""
-    names, burst = list(contest.contestants), contest.burst
-    times: dict[str, list[float]] = {name: [] for name in names}
+def take_turns(contest: SpeedContest, *, rounds: int, folder: Path, say: Say) -> dict[str, list[float]]:
+    """Start all contestants and let them take turns; return seconds a step in each round."""
+    burst = contest.burst
     with ExitStack() as stack:
-        running: dict[str, Running] = {
+        running = {
             name: stack.enter_context(started(each, contest.shape, folder=folder / str(number), burst=burst))
             for number, (name, each) in enumerate(contest.contestants.items())
         }
-        for number in range(rounds + 1):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                seconds = running[name].take_turn((number + 1) * burst) / burst
-                if number:  # the first turn is a warm-up
-                    times[name].append(seconds)
-            if number:
-                row = ", ".join(f"{name} {1000 * values[-1]:.0f}" for name, values in times.items())
-                say(f"{contest.title}, round {number}/{rounds}, ms a step: {row}")
-    return times
+        return time_turns(running, title=contest.title, rounds=rounds, burst=burst, say=say)
 
 
-def rows(contest: Contest, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Every contestant's row: ms a step, and its speed as a multiple of others' in the same round."""
+def rows(contest: SpeedContest, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return a row for each contestant: ms a step, and its speed as a multiple of others' in the same round."""
     return {
         f"{contest.title}: {name}": {
             "step_ms": spread([1000 * each for each in mine]),
@@ -70,7 +60,7 @@ def rows(contest: Contest, times: Mapping[str, Sequence[float]]) -> dict[str, An
 
 
 def ratios(times: Mapping[str, Sequence[float]], other: str, mine: str) -> list[float]:
-    """How many times as fast as the other, round by round.
+    """Return how many times as fast as the other it was, round by round.
 
     >>> ratios({"a": [2.0, 3.0], "b": [1.0, 3.0]}, "a", "b")
     [2.0, 1.0]
@@ -79,6 +69,7 @@ def ratios(times: Mapping[str, Sequence[float]], other: str, mine: str) -> list[
 
 
 def ratio(times: Mapping[str, Sequence[float]], other: str, mine: str) -> float:
+    """Return the median of ``ratios``."""
     return statistics.median(ratios(times, other, mine))
 
 
@@ -86,7 +77,7 @@ def ratio(times: Mapping[str, Sequence[float]], other: str, mine: str) -> float:
 
 
 def measured_costs(folder: Path, link: Link) -> list[list[Profile]]:
-    """Round by round, the profile that each of the workers measured beside the other; without the warm-up."""
+    """Return, round by round, the profiles that the workers measured beside each other; without the warm-up."""
     files = sorted(folder.glob("*/progress.jsonl.costs-*"))
     by_worker = [[_profile(json.loads(line), link) for line in file.read_text().splitlines()] for file in files]
     return [list(profiles) for profiles in zip(*by_worker, strict=True)][1:]
@@ -98,7 +89,7 @@ def _profile(costs: list[dict[str, Any]], link: Link) -> Profile:
 
 
 def estimate_cut(profile: Profile, stages: Sequence[int], micro_batches: int) -> float:
-    """Seconds a step of one pipeline that is cut so, as the planner reckons.
+    """Return the seconds a step of one pipeline with these stages, as the planner estimates.
 
     >>> from holdfast.plan.profile import uniform
     >>> round(estimate_cut(uniform(4, forward=0.01, backward=0.02), [2, 2], 4), 2)
@@ -117,7 +108,7 @@ def estimate_cut(profile: Profile, stages: Sequence[int], micro_batches: int) ->
 
 
 def estimate(profile: Profile, *, workers: int, micro_batches: int, tolerate: int) -> tuple[float, Layout]:
-    """Seconds a step of the pipelines that the planner chooses: its slowest one's.
+    """Return the seconds a step of the planner's slowest pipeline, and its layout.
 
     >>> from holdfast.plan.profile import uniform
     >>> seconds, layout = estimate(uniform(4), workers=3, micro_batches=6, tolerate=0)

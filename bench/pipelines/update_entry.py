@@ -1,4 +1,4 @@
-"""One contestant of ``bench undo``: the same model, updated in one of the ways there are."""
+"""Script of a contestant of ``bench undo``: the same model, updated in one of the ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import holdfast
-from bench.peers.common import Progress
+from bench.peers.common import ProgressFile
 from bench.pipelines import layers as model
 from bench.pipelines.commit_copy import CommitCopyRun
 from bench.pipelines.pipeline_entry import make_run, worker_number
@@ -25,7 +25,7 @@ def main() -> None:
     kind = holdfast.Run if args.copy_every is None else partial(CommitCopyRun, copy_every=args.copy_every)
     run = make_run(args, kind=kind, stages=1, update=args.update)
     worker = worker_number()
-    progress = Progress(args, worker)
+    progress = ProgressFile(args, worker)
     for step in run.steps(args.steps):
         if step.number + 1 == args.measure:
             Path(f"{args.progress}.held-{worker}").write_text(json.dumps({"held": held_bytes()}))
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def held_bytes() -> int:
-    """Bytes of all tensors that are alive, each memory once: between two steps nothing of a step is left."""
+    """Return the bytes of all tensors that are alive, each memory counted once."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():

@@ -1,4 +1,4 @@
-"""Saving and loading against the raw disk and the formats people use, interleaved in one run."""
+"""Race of saving and loading, against the raw disk and the formats people use, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from bench.report import Bar, Say
 from bench.running import BENCH
-from bench.savers import ASYNC, FORMATS, State
+from bench.savers import ASYNC, FORMATS, SavedTraining
 from holdfast.measuring import drop_from_cache, spread, write_direct
 
 COLUMNS = {
@@ -28,13 +28,16 @@ Times = dict[str, list[float]]  # seconds of each round, by contestant
 
 
 def race(*, megabytes: int, rounds: int, seed: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Every contestant saves, loads cold and saves beside training once a round, in random order."""
+    """Let every contestant save, load cold and save beside training once a round; return results and bars.
+
+    ``megabytes`` is the size of the state; ``seed`` decides the order of turns.
+    """
     torch.set_num_threads(os.cpu_count() or 1)  # training and saving compete for the same cores, as on a busy machine
     folder = BENCH / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     order = random.Random(seed)
-    state = State(megabytes)
+    state = SavedTraining(megabytes)
     saves: Times = {name: [] for name in ["raw disk", *FORMATS]}
     loads: Times = {name: [] for name in FORMATS}
     lost: Times = {name: [] for name in ASYNC}
@@ -58,8 +61,8 @@ def race(*, megabytes: int, rounds: int, seed: int, say: Say) -> tuple[dict[str,
     return _results(state.nbytes, saves, loads, stalls, lost), _bars(saves, loads, lost)
 
 
-def _save(name: str, state: State, folder: Path) -> float:
-    """Until the data is on the disk. What was there before is removed first, and not counted."""
+def _save(name: str, state: SavedTraining, folder: Path) -> float:
+    """Return the seconds until the data is on the disk; removing older data first is not counted."""
     target = folder / name.replace(" ", "-")
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -69,7 +72,7 @@ def _save(name: str, state: State, folder: Path) -> float:
     return time.monotonic() - begin
 
 
-def _load(name: str, state: State, folder: Path) -> float:
+def _load(name: str, state: SavedTraining, folder: Path) -> float:
     target = folder / name.replace(" ", "-")
     drop_from_cache(target)
     state.scramble()
@@ -80,8 +83,8 @@ def _load(name: str, state: State, folder: Path) -> float:
     return seconds
 
 
-def _beside_training(name: str, state: State, folder: Path) -> tuple[float, float]:
-    """(how long the call took, training time that the save cost in all)."""
+def _beside_training(name: str, state: SavedTraining, folder: Path) -> tuple[float, float]:
+    """Return the seconds of the call, and the training time that the save cost in all."""
     target = folder / f"{name.replace(' ', '-')}-beside"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

@@ -1,9 +1,9 @@
-"""What a log costs when nothing happens: a pipeline with it against the same pipeline without, in turns.
+"""Race of a pipeline with a tensor log against the same pipeline without, while nothing fails.
 
-Once all records stay in memory, once all are written to disk. The model computes as in ``bench pipeline``, on as many
-workers as cores and on twice as many, where nobody ever waits for work that could hide the log's. All save the
-same checkpoints (a log has one more, before the first step: in the warm-up, which does not count), as a turn begins, so
-that whoever writes does it in its own turn; and a turn ends only when its records are where they belong.
+One log keeps all records in memory, another writes all to disk. The model computes as in ``bench pipeline``, on as
+many workers as cores and on twice as many: there no worker waits for work, so nothing hides the log's cost. All save
+the same checkpoints as a turn begins, so that each writes in its own turn (a log needs one more before the first step,
+in the warm-up). A turn ends when its records are where they belong.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape
+from bench.pipelines.entries import Contestant, PipelineShape
 from bench.pipelines.fewer_workers import make_profile
-from bench.pipelines.turns import Contest, ratios, take_turns
+from bench.pipelines.turns import SpeedContest, ratios, take_turns
 from bench.races.pipeline import COMPUTING
 from bench.report import Bar, Say
-from bench.running import BENCH
+from bench.running import BENCH, cpu_of_turns
 from holdfast.cluster.events import read_events
 from holdfast.errors import HoldfastError
 from holdfast.measuring import spread
@@ -37,23 +37,23 @@ COLUMNS = {
     "bytes": "bytes a step, of the predicted; on disk",
 }
 NONE, MEMORY, DISK = "no log", "log in memory", "log on disk"
-SPEED_BAR = 0.97
-BYTES_BAR = 0.05
-PLENTY = 1 << 40
+SPEED_BAR = 0.97  # of the speed without a log
+BYTES_BAR = 0.05  # share by which measured bytes may differ from the predicted
+PLENTY = 1 << 40  # bytes of memory for a log that never spills
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is trained, by pipelines of how many workers; a turn has ``burst`` steps, every other one saves."""
+class LogSizes:
+    """Sizes of the race: the model, the workers of each pipeline, the steps in a turn. Every other turn saves."""
 
-    shape: Shape = COMPUTING
+    shape: PipelineShape = COMPUTING
     stages: tuple[int, ...] = (2, 4)
     burst: int = 5
 
 
-def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Pipelines of one length after the other; within each, the three take turns."""
-    sizes = sizes or Sizes()
+def race(*, rounds: int, say: Say, sizes: LogSizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Let the three ways take turns on pipelines of each length; return results and bars."""
+    sizes = sizes or LogSizes()
     folder = (BENCH / "log").absolute()
     shutil.rmtree(folder, ignore_errors=True)
     say("measuring what the layers cost, for the plan")
@@ -68,13 +68,13 @@ def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str
 
 
 def _contest(
-    sizes: Sizes, stages: int, profile: Profile, *, rounds: int, folder: Path, say: Say
+    sizes: LogSizes, stages: int, profile: Profile, *, rounds: int, folder: Path, say: Say
 ) -> tuple[dict[str, Any], dict[str, Bar]]:
     folder.mkdir(parents=True)
     path = folder / "profile.json"
     path.write_text(json.dumps(profile.to_json()))
     names = (NONE, MEMORY, DISK)
-    contest = Contest(
+    contest = SpeedContest(
         title=f"{stages} stages",
         shape=sizes.shape,
         contestants={
@@ -87,7 +87,7 @@ def _contest(
     times = take_turns(contest, rounds=rounds, folder=folder, say=say)
     runs = {name: folder / str(number) for number, name in enumerate(names)}
     cpu = {name: cpu_of_turns(read_lines(run / "progress.jsonl"), sizes.burst)[1:] for name, run in runs.items()}
-    logs = {name: Kept.read(runs[name], sizes.burst) for name in (MEMORY, DISK)}
+    logs = {name: KeptBytes.read(runs[name], sizes.burst) for name in (MEMORY, DISK)}
     for number in range(len(names)):
         shutil.rmtree(folder / f"checkpoints-{number}", ignore_errors=True)
     results = {f"{stages} stages: {name}": row(name, times, cpu, logs) for name in names}
@@ -107,8 +107,8 @@ def _contestant(name: str, stages: int, profile: Path, *, every: int, checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What the plan says that the workers keep in a step, what they kept, and whether they always did."""
+class KeptBytes:
+    """Bytes that workers log in a step: planned and measured."""
 
     predicted: int
     measured: float
@@ -117,22 +117,22 @@ class Kept:
 
     @property
     def deviation(self) -> float:
-        """Of what was measured from what was predicted.
+        """Deviation of the measured from the predicted bytes, as a share.
 
-        >>> round(Kept(predicted=100, measured=104.0, spilled=0.0, usable=True).deviation, 3)
+        >>> round(KeptBytes(predicted=100, measured=104.0, spilled=0.0, usable=True).deviation, 3)
         0.04
         """
         return abs(self.measured / self.predicted - 1) if self.predicted else float("inf")
 
     @staticmethod
-    def read(folder: Path, burst: int) -> Kept:
-        """From what a run has left in its folder."""
+    def read(folder: Path, burst: int) -> KeptBytes:
+        """Read the bytes from the files that a run has left in its folder."""
         predicted = [e["bytes_per_step"] for e in read_events(folder / "logs" / "events.jsonl") if _is_plan(e)]
         workers = [read_lines(file) for file in sorted(folder.glob("progress.jsonl.log-*"))]
         if not predicted or not workers:
             raise HoldfastError(f"nothing was logged in {folder}")
         ends = [line for lines in workers for line in lines if line["step"] % burst == 0]
-        return Kept(
+        return KeptBytes(
             predicted=predicted[-1],
             measured=bytes_per_step(workers),
             spilled=sum(line["spilled"] for line in ends) / max(1, sum(line["bytes"] for line in ends)),
@@ -145,12 +145,12 @@ def _is_plan(event: Mapping[str, Any]) -> bool:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """What workers have written, a JSON object a line."""
+    """Return the lines of a file, each a JSON object."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def bytes_per_step(workers: Iterable[Sequence[Mapping[str, Any]]]) -> float:
-    """What all workers' logs grow by in a step. Where a checkpoint has freed some, the step does not count.
+    """Return the bytes by which all workers' logs grow in a step; steps in which a checkpoint freed some are left out.
 
     >>> bytes_per_step([[{"bytes": 10}, {"bytes": 20}, {"bytes": 5}, {"bytes": 15}], [{"bytes": 0}, {"bytes": 7}]])
     17.0
@@ -162,27 +162,10 @@ def bytes_per_step(workers: Iterable[Sequence[Mapping[str, Any]]]) -> float:
     return total
 
 
-def cpu_of_turns(lines: Sequence[Mapping[str, Any]], burst: int) -> list[float]:
-    """CPU seconds of a step in each turn, of all workers and all their threads together.
-
-    >>> lines = [{"pid": 1, "cpu": 1.0, "go": 0}, {"pid": 1, "cpu": 1.5, "step": 1}, {"pid": 1, "cpu": 2.0, "step": 2}]
-    >>> cpu_of_turns(lines, 2)
-    [0.5]
-    """
-    spent: dict[int, float] = {}
-    for line in lines:
-        if "go" in line:
-            spent[line["go"]] = spent.get(line["go"], 0.0) - line["cpu"]
-        elif line["step"] % burst == 0:
-            spent[line["step"] - burst] += line["cpu"]
-    last = max((line["step"] for line in lines if "step" in line), default=0)
-    return [spent[first] / burst for first in sorted(spent) if first + burst <= last]
-
-
 def row(
-    name: str, times: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]], logs: Mapping[str, Kept]
+    name: str, times: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]], logs: Mapping[str, KeptBytes]
 ) -> dict[str, Any]:
-    """One contestant's numbers; ratios are of the same round."""
+    """Return one contestant's numbers; ratios are of the same round."""
     found: dict[str, Any] = {
         "step_ms": spread([1000 * each for each in times[name]]),
         "cpu_ms": spread([1000 * each for each in cpu[name]]),
@@ -199,7 +182,7 @@ def row(
     return found
 
 
-def _bars(name: str, times: Mapping[str, Sequence[float]], kept: Kept) -> dict[str, Bar]:
+def _bars(name: str, times: Mapping[str, Sequence[float]], kept: KeptBytes) -> dict[str, Bar]:
     return {
         f"{name}, speed": Bar(value=statistics.median(ratios(times, NONE, name)), bar=SPEED_BAR),
         f"{name}, bytes beside the predicted": Bar(value=kept.deviation, bar=BYTES_BAR, at_most=True),

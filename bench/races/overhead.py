@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.data_parallel.contestants import Workload, racing
 from bench.report import Bar, Say
-from bench.running import BENCH
+from bench.running import BENCH, time_turns
 from holdfast.measuring import spread
 
 COLUMNS = {"samples_per_s": "samples/s: median (range)", "of_ddp": "of DDP in the same round"}
@@ -16,30 +16,18 @@ CONTESTANTS = ["ddp", "holdfast-fast", "holdfast-exact", "torchft-all"]
 
 
 def race(*, workers: int, rounds: int, burst: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Let all contestants take turns of ``burst`` steps, in an order that rotates; return results and bars.
-
-    Shared machines speed up and slow down by tens of per cent within seconds: only neighbours in time
-    can be compared, so ratios are taken within a round, and their median over many rounds.
-    """
+    """Let all contestants take turns of ``burst`` steps; return results and bars."""
     workload = Workload(workers=workers)
-    speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    samples = burst * workers * workload.micro_batches * workload.micro_batch
-    shutil.rmtree(BENCH / "overhead", ignore_errors=True)
+    folder = BENCH / "overhead"
+    shutil.rmtree(folder, ignore_errors=True)
     with ExitStack() as stack:
         entries = {
-            name: stack.enter_context(
-                racing(name, workload, steps=1_000_000, folder=BENCH / "overhead" / name, burst=burst)
-            )
+            name: stack.enter_context(racing(name, workload, steps=1_000_000, folder=folder / name, burst=burst))
             for name in CONTESTANTS
         }
-        for number in range(rounds + 1):
-            for name in CONTESTANTS[number % 4 :] + CONTESTANTS[: number % 4]:
-                seconds = entries[name].take_turn((number + 1) * burst)
-                if number:  # the first turn is a warm-up
-                    speeds[name].append(samples / seconds)
-            if number:
-                row = ", ".join(f"{name} {values[-1]:.1f}" for name, values in speeds.items())
-                say(f"round {number}/{rounds}, samples/s: {row}")
+        times = time_turns(entries, title="overhead", rounds=rounds, burst=burst, say=say)
+    samples = workers * workload.micro_batches * workload.micro_batch  # in a step
+    speeds = {name: [samples / seconds for seconds in values] for name, values in times.items()}
     results = {
         name: {
             "samples_per_s": spread(values),

@@ -1,7 +1,7 @@
-"""Pipelines against torch.distributed.pipelining, data parallelism, the planner's promise and Varuna-style restarts.
+"""Race of pipelines: torch.distributed.pipelining, data parallelism, the planner's estimate, Varuna-style restarts.
 
-Two cores compute for two workers. What takes more workers is trained by a model whose layers sleep instead of
-computing, so that each worker behaves as if it had a machine of its own; rows say so ("waiting").
+Two cores compute for two workers. Contests with more workers train a model whose layers sleep instead of computing, so
+that each worker behaves as if it had a machine of its own; their rows say "waiting".
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.pipelines import fewer_workers
-from bench.pipelines.entries import Contestant, Shape
-from bench.pipelines.turns import Contest, estimate_cut, measured_costs, ratio, rows, take_turns
+from bench.pipelines.entries import Contestant, PipelineShape
+from bench.pipelines.turns import SpeedContest, estimate_cut, measured_costs, ratio, rows, take_turns
 from bench.report import Bar, Say
 from bench.running import BENCH, can_limit
 from holdfast.engine.profile.links import measure_inside
@@ -32,29 +32,29 @@ PIPELINING, DDP, MEASURING = "torch pipelining", "torch DDP", "measuring"
 EXACT, FAST, SIDE_BY_SIDE = "holdfast, exact", "holdfast, fast", "holdfast, data parallel"
 AGAINST = {"of_pipelining": PIPELINING, "of_ddp": DDP}
 Part = tuple[dict[str, Any], dict[str, Bar]]
-SLOW = "1gbit"
+SLOW = "1gbit"  # rate of a slow link, as tc writes it
 WAITS = "waiting: layers sleep instead of computing, so that each worker is like a machine of its own"
-COMPUTING = Shape(model="gpt", layers=6)
-WIDE = Shape(model="wide", layers=8, width=1024, micro_batch=16)
-WAITING = Shape(model="waiting", layers=12, micro_batches=12)
-LOSING = fewer_workers.Sizes()
+COMPUTING = PipelineShape(model="gpt", layers=6)
+WIDE = PipelineShape(model="wide", layers=8, width=1024, micro_batch=16)
+WAITING = PipelineShape(model="waiting", layers=12, micro_batches=12)
+LOSING = fewer_workers.LossSizes()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is trained, and by how many."""
+class PipelineSizes:
+    """Shapes of the contests, rates of their links, and the steps in a turn."""
 
-    computing: Shape = COMPUTING
-    wide: Shape = WIDE
-    waiting: Shape = WAITING
-    losing: fewer_workers.Sizes = LOSING
+    computing: PipelineShape = COMPUTING
+    wide: PipelineShape = WIDE
+    waiting: PipelineShape = WAITING
+    losing: fewer_workers.LossSizes = LOSING
     links: tuple[str, ...] = ("", SLOW)
     burst: int = 2
 
 
-def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Contests one after the other; within each, contestants take turns."""
-    sizes = sizes or Sizes()
+def race(*, rounds: int, say: Say, sizes: PipelineSizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Run the contests one after the other; return results and bars."""
+    sizes = sizes or PipelineSizes()
     folder = BENCH / "pipeline"
     shutil.rmtree(folder, ignore_errors=True)
     results: dict[str, Any] = {}
@@ -70,8 +70,8 @@ def _halves(layers: int) -> tuple[int, int]:
     return layers // 2, layers - layers // 2
 
 
-def _entries(shape: Shape, workers: int, *, rate: str = "", systems: Sequence[str]) -> dict[str, Contestant]:
-    """By name; all pipelines are cut in the same place."""
+def _entries(shape: PipelineShape, workers: int, *, rate: str = "", systems: Sequence[str]) -> dict[str, Contestant]:
+    """Return contestants by name; all pipelines are cut in the same place."""
     cut, whole = _halves(shape.layers), (shape.layers,)
     known = {
         PIPELINING: Contestant(system="torch", workers=workers, stages=cut, rate=rate),
@@ -84,11 +84,11 @@ def _entries(shape: Shape, workers: int, *, rate: str = "", systems: Sequence[st
     return {name: known[name] for name in systems}
 
 
-def _computing(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Two stages on two cores: against everybody, and against what the planner makes of the costs of that moment."""
+def _computing(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Race two stages on two cores, against all others and against the planner's estimate from costs of that moment."""
     shape = sizes.computing
     systems = [PIPELINING, EXACT, FAST, DDP, SIDE_BY_SIDE, MEASURING]
-    contest = Contest(
+    contest = SpeedContest(
         title="2 stages",
         shape=shape,
         contestants=_entries(shape, 2, systems=systems),
@@ -114,8 +114,8 @@ def _computing(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
     return results, bars
 
 
-def _wide(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Large weights and small activations: a pipeline sends less than data parallelism."""
+def _wide(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Race with large weights and small activations, where a pipeline sends less than data parallelism."""
     results: dict[str, Any] = {}
     bars: dict[str, Bar] = {}
     for rate in sizes.links:
@@ -123,7 +123,7 @@ def _wide(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
         if rate and not can_limit():
             say(f"no link of {rate}: this machine has no network namespaces for us, or no tc")
             continue
-        contest = Contest(
+        contest = SpeedContest(
             title=title,
             shape=sizes.wide,
             contestants=_entries(sizes.wide, 2, rate=rate, systems=[PIPELINING, EXACT, DDP, SIDE_BY_SIDE]),
@@ -137,11 +137,11 @@ def _wide(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
     return results, bars
 
 
-def _waiting(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Two pipelines of two stages: torch's sum gradients by DDP around each stage."""
+def _waiting(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Race two pipelines of two stages; torch's sum their gradients by DDP around each stage."""
     say(WAITS)
     title = "2 x 2 stages, waiting"
-    contest = Contest(
+    contest = SpeedContest(
         title=title,
         shape=sizes.waiting,
         contestants=_entries(sizes.waiting, 4, systems=[PIPELINING, EXACT, FAST, DDP]),
@@ -158,6 +158,6 @@ def _fewer(rounds: int, divisor: int) -> int:
     return max(1, rounds // divisor)
 
 
-def _fewer_workers(sizes: Sizes, rounds: int, folder: Path, say: Say) -> Part:
-    """Workers are lost."""
+def _fewer_workers(sizes: PipelineSizes, rounds: int, folder: Path, say: Say) -> Part:
+    """Race while workers are lost."""
     return fewer_workers.race(sizes.losing, rounds=_fewer(rounds, 4), folder=folder, say=say)

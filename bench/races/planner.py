@@ -1,4 +1,4 @@
-"""How long planning takes: all templates, a new plan after a failure, and both as functions of layers and nodes."""
+"""Race of the planner against published times: all templates, a new plan after a failure, over layers and nodes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from holdfast.plan.template import PER_DEVICE, Templates, make_templates
 
 Times = dict[str, list[float]]
 COLUMNS = {"seconds": "s: median (range)", "note": "note"}
-PUBLISHED = {24: 15.6, 96: 3298.0}  # seconds by layers that Oobleck's paper gives, on ...
-PUBLISHED_ON = 24  # nodes of 8
+PUBLISHED = {24: 15.6, 96: 3298.0}  # layers: seconds, from Oobleck's paper
+PUBLISHED_ON = 24  # nodes of 8 devices, in that paper
 FAILURE = "after a failure"
 DEVICES, TOLERATE = 8, 2
-TURNS = 3  # of each kind of failure in a round, with other nodes each time
+TURNS = 3  # failures of each kind in a round, of other nodes each time
 MINIMA = (1, 8)  # nodes of the smallest pipeline: with little memory it is more than one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is planned: (layers, nodes) with the bars of the issue, and the numbers along which cost is drawn."""
+class PlannerSizes:
+    """Sizes to plan for: (layers, nodes) that have bars, and the numbers along which the cost is drawn."""
 
     published: tuple[int, int] = (96, PUBLISHED_ON)
     large: tuple[int, int] = (128, 1000)
@@ -40,9 +40,9 @@ class Sizes:
     nodes: tuple[int, ...] = (8, 24, 72, 216, 648)
 
 
-def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Everything is planned once a round; results are medians and ranges over the rounds."""
-    sizes = sizes or Sizes()
+def race(*, rounds: int, say: Say, sizes: PlannerSizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Plan everything once a round; return results and bars."""
+    sizes = sizes or PlannerSizes()
     times: Times = {}
     made: dict[str, Templates] = {}
     for number in range(rounds):
@@ -72,7 +72,7 @@ def _timed(times: Times, name: str, profile: Profile, nodes: int) -> Templates:
 
 
 def changed(one: LayerCost, *, forward: float, backward: float, sent: int, weights: int) -> LayerCost:
-    """A layer of other costs, trained with Adam."""
+    """Return a layer with other costs, trained with Adam."""
     return replace(
         one,
         forward=forward,
@@ -86,7 +86,7 @@ def changed(one: LayerCost, *, forward: float, backward: float, sent: int, weigh
 
 
 def transformer(layers: int) -> Profile:
-    """An embedding of many weights and little work, equal blocks, a head that works more than a block.
+    """Return a profile of an embedding with many weights, equal blocks, and a head of 2.5 times a block's work.
 
     >>> [round(layer.forward, 3) for layer in transformer(4).layers]
     [0.001, 0.01, 0.01, 0.025]
@@ -100,7 +100,7 @@ def transformer(layers: int) -> Profile:
 
 
 def at_random(layers: int) -> Profile:
-    """No two layers are alike: nothing can be had from repetition."""
+    """Return a profile in which no two layers are alike, so that repetition does not help."""
     draw = random.Random(layers)
 
     def layer(one: LayerCost) -> LayerCost:
@@ -113,7 +113,7 @@ def at_random(layers: int) -> Profile:
 
 
 def convolutions(layers: int) -> Profile:
-    """Large boundaries and little state in front, small ones and much state behind: the hardest to cut.
+    """Return a profile with large outputs in front and much state behind: the hardest to cut.
 
     >>> [layer.output_bytes >> 20 for layer in convolutions(8).layers]
     [32, 32, 16, 16, 8, 8, 4, 4]
@@ -142,7 +142,7 @@ MODELS: dict[str, Callable[[int], Profile]] = {
 
 
 def _fail(times: Times, name: str, templates: Templates, nodes: int, *, seed: int) -> None:
-    """Each kind of failure once: of one node, of the tolerated number, of a pipeline, of a tenth; and a join."""
+    """Time a new plan after each kind of failure, and after a join."""
     batch = PER_DEVICE * DEVICES * nodes
     everyone = [f"n{number:05}" for number in range(nodes)]
     plan = _planned(templates, everyone, batch)
@@ -158,13 +158,13 @@ def _fail(times: Times, name: str, templates: Templates, nodes: int, *, seed: in
 
 
 def with_minimum(templates: Templates, minimum: int) -> Templates:
-    """The same without the templates of fewer nodes, as if memory were short."""
+    """Return the templates of at least ``minimum`` nodes, as if memory were short."""
     kept = {nodes: one for nodes, one in templates.by_nodes.items() if nodes >= minimum}
     return replace(templates, minimum=minimum, by_nodes=kept)
 
 
 def failures(plan: PipelinePlan, everyone: Sequence[NodeName], *, seed: int) -> dict[str, set[NodeName]]:
-    """Whom each kind of failure takes."""
+    """Return the lost nodes for each kind of failure."""
     draw = random.Random(seed)
     widest = max(plan.pipelines, key=lambda pipeline: len(pipeline.nodes))
     return {
@@ -189,8 +189,8 @@ def _planned(
 Along = dict[str, dict[str, dict[int, list[float]]]]  # title of the panel, kind of model, size: seconds
 
 
-def _along(sizes: Sizes, rounds: int, say: Say) -> Along:
-    """The cost along layers and along nodes, the other being that of the published case."""
+def _along(sizes: PlannerSizes, rounds: int, say: Say) -> Along:
+    """Time planning along layers and along nodes; the other number is that of the published case."""
     layers, nodes = sizes.published
     titles = (
         f"templates, {nodes} nodes of {DEVICES}",
@@ -215,7 +215,7 @@ def _along(sizes: Sizes, rounds: int, say: Say) -> Along:
 
 
 def draw(path: Path, along: Along) -> None:
-    """A panel for each, seconds over size, both logarithmic: a straight line is a power."""
+    """Draw a panel for each, seconds over size. Both axes are logarithmic: a straight line is a power."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -249,7 +249,7 @@ def _edges(times: Iterable[list[float]]) -> tuple[list[float], list[float]]:
 # --- the outcome ----------------------------------------------------------------------------------
 
 
-def _results(times: Times, made: dict[str, Templates], along: Along, sizes: Sizes) -> dict[str, Any]:
+def _results(times: Times, made: dict[str, Templates], along: Along, sizes: PlannerSizes) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, templates in made.items():
         gap = max(one.gap for one in templates.by_nodes.values())
@@ -270,7 +270,7 @@ def _results(times: Times, made: dict[str, Templates], along: Along, sizes: Size
 
 
 def exponent(kinds: dict[str, dict[int, list[float]]]) -> float:
-    """The steepest power between the smallest and the largest size.
+    """Return the largest exponent between the smallest and the largest size.
 
     >>> exponent({"equal": {10: [1.0], 100: [100.0, 100.0]}, "random": {10: [1.0], 100: [10.0]}})
     2.0
@@ -283,8 +283,8 @@ def exponent(kinds: dict[str, dict[int, list[float]]]) -> float:
     return max(found)
 
 
-def _bars(times: Times, sizes: Sizes) -> dict[str, Bar]:
-    """The slowest kind of model counts; of failures, the median over all kinds and the slowest kind."""
+def _bars(times: Times, sizes: PlannerSizes) -> dict[str, Bar]:
+    """Return the bars: the slowest kind of model, and of failures the median and the slowest kind."""
 
     def slowest(size: tuple[int, int]) -> float:
         return max(statistics.median(times[name]) for name in times if name.endswith(_size(*size)))
@@ -303,5 +303,5 @@ def _size(layers: int, nodes: int) -> str:
 
 
 def _by(title: str) -> str:
-    """What is on a panel's axis: what its title does not fix."""
+    """Return the label of a panel's axis: the size that its title does not fix."""
     return "nodes" if "layers" in title else "layers"

@@ -1,18 +1,17 @@
-"""How long a loss takes that no replica makes good: replayed from the log, or everyone back to the checkpoint.
+"""Race of ways back from a loss that no replica makes good: replay from the log, or all return to the checkpoint.
 
-Four stages with one copy of each layer; a worker is killed so many steps after the checkpoint, and the time runs
-until the step that was running is committed. Three ways: all survivors replay the lost stage's micro-batches
-together, one does it alone, and without a log everyone begins again from the checkpoint, with workers forked from the
-zygote as ever.
+There are four stages with one copy of each layer. A worker is killed some steps after the checkpoint. The time ends
+when the step that was running is committed. Three ways race: all survivors replay the lost stage's micro-batches
+together; one survivor does it alone; without a log all begin again from the checkpoint, with new workers from the
+zygote.
 
-This machine has fewer cores than workers, so the model has to compute: layers that slept would give every worker
-a core of its own, and time that was saved would not be work that was saved. It is a transformer with as many blocks as
-stages, whose batches are large for its weights, as in training they are: what grows with the weights (sums
-of gradients, updates) does not hide what grows with the batch. The gain depends on that choice: blocks with four
-times the weights and two thirds of the bytes in a batch had 2.3 at 20 steps, in one try on a busy machine. Twelve
-micro-batches fill a pipeline of four stages well, which is what everyone back to the checkpoint has to run again. The
-killed worker's stage is an inner one, whose records come from both sides. With fewer cores than workers, the gain of a
-replayed step is at most the work of all stages over that of the lost one.
+The model computes. Layers that sleep would give each worker a core of its own, which this machine does not have, and
+time saved would not be work saved. It is a transformer with as many blocks as stages and with batches that are large
+for its weights, as in real training: the cost of weights (sums of gradients, updates) then does not hide the cost of
+the batch. The gain depends on that choice. Blocks with four times the weights and two thirds of the bytes in a batch
+gained 2.3 times at 20 steps, in one try on a busy machine. Twelve micro-batches fill a pipeline of four stages well,
+which helps the return to the checkpoint. The killed worker has an inner stage, whose records come from both sides.
+With fewer cores than workers, a replayed step gains at most the work of all stages over that of the lost one.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Contestant, Shape, started
+from bench.pipelines.entries import Contestant, PipelineShape, started
 from bench.pipelines.fewer_workers import make_profile
 from bench.pipelines.turns import measured_costs
 from bench.replays import budget, replay_pictures
-from bench.replays.trial import Ground, Outcome, Way, kill_after, make_checkpoint
+from bench.replays.trial import Ground, KillOutcome, Way, kill_after, make_checkpoint
 from bench.report import Bar, Say
 from bench.running import BENCH
 from holdfast.errors import UsageError
@@ -49,25 +48,25 @@ PARALLEL = Way(name="all replay", options=("--log",))
 ALONE = Way(name="one replays", options=("--log",), settings={"HOLDFAST_REPLAYERS": "1"})
 RETURN = Way(name="all go back")
 WAYS = (PARALLEL, ALONE, RETURN)
-GAIN_BAR = 3.0
-STAGE = 1  # whose worker is killed: an inner one
-COMPUTING = Shape(model="gpt", layers=6, width=128, seq=128, micro_batch=2, micro_batches=12)
-MEASUREMENTS = 3  # of what layers cost
-Outcomes = dict[str, dict[int, list[Outcome]]]  # by way, by steps since the checkpoint
+GAIN_BAR = 3.0  # times faster than a return to the checkpoint, at the most steps
+STAGE = 1  # the stage whose worker is killed: an inner one
+COMPUTING = PipelineShape(model="gpt", layers=6, width=128, seq=128, micro_batch=2, micro_batches=12)
+MEASUREMENTS = 3  # of the layers' costs; their mean counts
+Outcomes = dict[str, dict[int, list[KillOutcome]]]  # by way, by steps since the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is trained by how many, and how many steps after the checkpoint somebody is lost."""
+class ReplaySizes:
+    """Sizes of the race: the model, the workers, and the steps from the checkpoint to a loss."""
 
-    shape: Shape = COMPUTING
+    shape: PipelineShape = COMPUTING
     workers: int = 4
     steps: tuple[int, ...] = (5, 10, 20, 50)
     budget_steps: int = 10
 
 
 def parse_steps(text: str) -> tuple[int, ...]:
-    """What a user writes.
+    """Return the numbers of steps in a user's text; raise ``UsageError`` if it has none.
 
     >>> parse_steps("5, 10")
     (5, 10)
@@ -81,9 +80,9 @@ def parse_steps(text: str) -> tuple[int, ...]:
     return steps
 
 
-def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Kills over steps since the checkpoint; then, with smaller and smaller budgets, in each stage."""
-    sizes = sizes or Sizes()
+def race(*, rounds: int, say: Say, sizes: ReplaySizes | None = None) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Kill workers after more and more steps, then in each stage with smaller budgets; return results and bars."""
+    sizes = sizes or ReplaySizes()
     folder = (BENCH / "replay").absolute()
     shutil.rmtree(folder, ignore_errors=True)
     cores = len(os.sched_getaffinity(0))
@@ -105,8 +104,8 @@ def race(*, rounds: int, say: Say, sizes: Sizes | None = None) -> tuple[dict[str
     return results | more, bars | held
 
 
-def measure_beside(shape: Shape, count: int, folder: Path) -> Profile:
-    """What layers cost while as many compute at once: cores share caches and clocks. The mean of what each says."""
+def measure_beside(shape: PipelineShape, count: int, folder: Path) -> Profile:
+    """Return a profile measured by ``count`` processes at once, as cores share caches and clocks; their mean."""
     alone = make_profile(shape, 2, folder)
     measuring = Contestant(system="measuring", workers=count, stages=(shape.layers,))
     with started(measuring, shape, folder=folder / "beside", burst=1) as running:
@@ -125,8 +124,8 @@ def measure_beside(shape: Shape, count: int, folder: Path) -> Profile:
     return replace(alone, layers=layers, memory=None)
 
 
-def _take_rounds(ground: Ground, sizes: Sizes, *, rounds: int, folder: Path, say: Say) -> Outcomes:
-    """The ways take turns at each number of steps, in an order that rotates."""
+def _take_rounds(ground: Ground, sizes: ReplaySizes, *, rounds: int, folder: Path, say: Say) -> Outcomes:
+    """Let the ways take turns at each number of steps, in an order that rotates."""
     outcomes: Outcomes = {way.name: {steps: [] for steps in sizes.steps} for way in WAYS}
     for number in range(rounds):
         for steps in sizes.steps:
@@ -142,7 +141,7 @@ def _take_rounds(ground: Ground, sizes: Sizes, *, rounds: int, folder: Path, say
 
 
 def rows(outcomes: Outcomes) -> dict[str, Any]:
-    """One for each way and number of steps; ratios are of the same round."""
+    """Return a row for each way and number of steps; ratios are of the same round."""
     seconds = _seconds(outcomes)
     results: dict[str, Any] = {}
     for steps in outcomes[PARALLEL.name]:
@@ -159,7 +158,7 @@ def rows(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def bars_of(outcomes: Outcomes) -> dict[str, Bar]:
-    """At the most steps the gain is large enough; and more steps always save more seconds."""
+    """Return the bars: the gain at the most steps is large enough, and more steps save more seconds."""
     seconds = _seconds(outcomes)
     most = max(outcomes[PARALLEL.name])
     gain = statistics.median(_gains(seconds, RETURN.name, most))
@@ -171,7 +170,7 @@ def bars_of(outcomes: Outcomes) -> dict[str, Bar]:
 
 
 def smallest_rise(seconds: Mapping[str, Mapping[int, Sequence[float]]]) -> float:
-    """From one number of steps to the next, the least by which the seconds saved (medians) grow.
+    """Return the least rise of the seconds saved (medians) from one number of steps to the next.
 
     >>> smallest_rise({PARALLEL.name: {5: [1.0], 10: [1.5], 20: [2.0]}, RETURN.name: {5: [2.0], 10: [4.0], 20: [4.4]}})
     -0.1
@@ -186,7 +185,7 @@ def smallest_rise(seconds: Mapping[str, Mapping[int, Sequence[float]]]) -> float
 
 
 def _spared(outcomes: Outcomes) -> bool:
-    """Whether each way did what it is there for: a replay that fell back would be measured as one."""
+    """Tell whether each way did what it is there for: a replay that fell back would count as one."""
     replayed = [each for way in (PARALLEL, ALONE) for each in _all(outcomes, way)]
     returned = _all(outcomes, RETURN)
     return all(o.replayed is not None and o.resumed is None for o in replayed) and all(
@@ -194,7 +193,7 @@ def _spared(outcomes: Outcomes) -> bool:
     )
 
 
-def _all(outcomes: Outcomes, way: Way) -> list[Outcome]:
+def _all(outcomes: Outcomes, way: Way) -> list[KillOutcome]:
     return [outcome for each in outcomes[way.name].values() for outcome in each]
 
 

@@ -1,10 +1,10 @@
-"""When replicas talk, over a slow network: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo and SelSync, side by side.
+"""Race of methods that decide when replicas talk, over a slow network: BSP, Local SGD, DiLoCo, SelSync and others.
 
-Four workers in network namespaces of one machine, each with one thread and a limit on what it sends; bare torch loops
-on Gloo. All methods see the same samples in the same order, with a learning rate that was tuned for each (``--tune``);
-those whose steps are cheap make about 1.4 times as many as BSP, and what they know after as many as BSP is told
-too. Averaged weights are evaluated every few steps, afterwards: measuring takes no time and sends nothing. As that
-average would have to be made, one more exchange is charged to whoever was apart when it reached the target.
+Four workers run in network namespaces of one machine, each with one thread and a limit on what it sends. They are
+plain torch loops on Gloo. All methods see the same samples in the same order, with a learning rate that was tuned for
+each (``--tune``). Methods with cheap steps make about 1.4 times as many as BSP; their score after as many steps as BSP
+is reported too. The average of all weights is evaluated every few steps, after training, so that evaluation takes no
+time and sends nothing. A method whose replicas were apart at the target is charged one more exchange for that average.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from typing import Any
 
 from bench.replicas import findings, signal_cost, sync_pictures
 from bench.replicas.network import Network, loopback, namespaces, why_not
-from bench.replicas.processes import Broken, Outcome, Run, Workers, gather, workers
+from bench.replicas.processes import SyncOutcome, SyncRun, WorkerFailed, Workers, gather, workers
 from bench.replicas.schedule import FULL, QUICK, WORKERS, Turn, order
 from bench.replicas.tasks import TASKS
 from bench.report import Bar, Say
 from bench.running import BENCH
 
-Done = dict[tuple[str, str, int | None, int, str], Outcome]  # by task, split, rate, seed and method
+Done = dict[tuple[str, str, int | None, int, str], SyncOutcome]  # by task, split, rate, seed and method
 COLUMNS = findings.COLUMNS
 
 
 def race(*, quick: bool, resume: bool, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Runs what is planned; each outcome is written down at once."""
+    """Run what is scheduled and write each outcome at once; return results and bars.
+
+    With ``quick`` a short schedule; with ``resume`` outcomes of the last time are kept.
+    """
     turns = order(QUICK if quick else FULL)
     BENCH.mkdir(exist_ok=True)
     notes = BENCH / ("sync-quick-runs.jsonl" if quick else "sync-runs.jsonl")
@@ -67,11 +70,11 @@ def _take_turns(
                     file.write(json.dumps(outcome.to_json()) + "\n")
 
 
-def _run(running: Workers, run: Run, turn: Turn, *, say: Say) -> Outcome | None:
+def _run(running: Workers, run: SyncRun, turn: Turn, *, say: Say) -> SyncOutcome | None:
     task = TASKS[run.task]
     try:
         said = running.run(run, patience=60 + 3 * turn.seconds)
-    except Broken as e:
+    except WorkerFailed as e:
         say(str(e))  # the others go on: what one method cannot do is no reason to know nothing of the rest
         return None
     counts_all = running.network.counts_all
@@ -84,8 +87,8 @@ def _run(running: Workers, run: Run, turn: Turn, *, say: Say) -> Outcome | None:
     return outcome
 
 
-def settle(turn: Turn, done: Done, rate: int | None) -> Run | None:
-    """The run of a turn; None if it depends on another that was none."""
+def settle(turn: Turn, done: Done, rate: int | None) -> SyncRun | None:
+    """Return the run of a turn, or None if it depends on another that has not run."""
     contest, method = turn.contest, turn.method
     count = None
     if method.matched is not None:
@@ -93,7 +96,7 @@ def settle(turn: Turn, done: Done, rate: int | None) -> Run | None:
         if source is None:
             return None
         count = len(source.synchronised)
-    return Run(
+    return SyncRun(
         task=contest.task,
         split=contest.split,
         rate=rate,
@@ -106,13 +109,14 @@ def settle(turn: Turn, done: Done, rate: int | None) -> Run | None:
     )
 
 
-def key_of(run: Run) -> tuple[str, str, int | None, int, str]:
+def key_of(run: SyncRun) -> tuple[str, str, int | None, int, str]:
+    """Return the key of a run: task, split, rate, seed and method."""
     return run.task, run.split, run.rate, run.seed, run.method
 
 
-def read(notes: Path) -> list[Outcome]:
-    """What was written down; a last line that was broken off is none."""
+def read(notes: Path) -> list[SyncOutcome]:
+    """Return the outcomes in a file; a last line that was broken off is left out."""
     if not notes.exists():
         return []
     lines = [line for line in notes.read_text().splitlines() if line.endswith("}")]
-    return [Outcome.from_json(json.loads(line)) for line in lines]
+    return [SyncOutcome.from_json(json.loads(line)) for line in lines]

@@ -1,8 +1,7 @@
-"""What it costs to be able to go back: eager updates that can be undone, a vote before the update, copies of the state.
+"""Race of ways to take a step back: eager updates with undo, a vote before the update, copies of the state.
 
-All ways train the same model on the same workers and take turns. Memory is what each holds between two steps, in
-tensors; and the most that a process had, as the kernel saw it. An undo is timed by itself, beside the update that it
-takes back.
+All ways train the same model on the same workers and take turns. Two kinds of memory are measured: bytes of tensors
+between two steps, and the most that a process had resident. An undo is timed alone, beside the update that it reverts.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 
 from bench.pipelines import layers
-from bench.pipelines.entries import Shape
+from bench.pipelines.entries import PipelineShape
 from bench.pipelines.turns import ratio, ratios
 from bench.report import Bar, Say
-from bench.running import BENCH, Running, can_limit, limited
+from bench.running import BENCH, Running, can_limit, cpu_of_turns, limited, time_turns
 from holdfast.measuring import spread
 from holdfast.undo.undo import undo_step
 
@@ -35,13 +34,13 @@ WAYS: Mapping[str, Sequence[str]] = {
     "commit-copy, k=1": ("--copy-every", "1"),
     "commit-copy, k=10": ("--copy-every", "10"),
 }
-WIDE = Shape(model="wide", layers=6, width=768, micro_batches=2)  # large weights, little to compute
-SHAPES = {"gpt": Shape(model="gpt", layers=6, micro_batches=4), "wide": WIDE}
-SLOW = {"wide, slow link": WIDE}  # where gradients are long on their way, an update beside them costs nothing
-RATE = "4gbit"
-WORKERS = 2
+WIDE = PipelineShape(model="wide", layers=6, width=768, micro_batches=2)  # large weights, little to compute
+SHAPES = {"gpt": PipelineShape(model="gpt", layers=6, micro_batches=4), "wide": WIDE}
+SLOW = {"wide, slow link": WIDE}  # an eager update is hidden behind gradients that take long to arrive
+RATE = "4gbit"  # of the slow link, as tc writes it
+WORKERS = 2  # one for each core
 BURST = 10  # steps in a turn: whole blocks of all ways
-WARM = 2  # turns that do not count: in the first one the copies do not have the optimizer's slots yet
+WARM = 2  # turns that do not count: in the first one copies lack the optimizer's slots
 COLUMNS = {
     "step_ms": "ms a step: median (range)",
     "of_commit": "speed, of commit's",
@@ -54,6 +53,7 @@ COLUMNS = {
 
 
 def race(*, rounds: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Let all ways train the same model in turns, and time undos; return results and bars."""
     results: dict[str, Any] = {}
     bars: dict[str, Bar] = {}
     shapes = {**SHAPES, **SLOW} if can_limit() else SHAPES
@@ -80,39 +80,23 @@ def race(*, rounds: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
 
 
 def take_turns(
-    title: str, shape: Shape, *, rounds: int, folder: Path, say: Say
+    title: str, shape: PipelineShape, *, rounds: int, folder: Path, say: Say
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Seconds a step in each round, those of the processor, and MB of a worker; only neighbours can be compared."""
-    names = list(WAYS)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    work: dict[str, list[float]] = {name: [] for name in names}
+    """Return seconds a step, CPU seconds a step (both by round), and MB of a worker, by way."""
     with ExitStack() as stack:
         rate = RATE if title in SLOW else ""
-        running = {name: stack.enter_context(_started(shape, WAYS[name], folder / name, rate)) for name in names}
-        for number in range(1 - WARM, rounds + 1):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                last = (number + WARM) * BURST
-                seconds = running[name].take_turn(last) / BURST
-                if number > 0:
-                    times[name].append(seconds)
-                    work[name].append(_work(running[name].lines, last))
-            if number > 0:
-                row = ", ".join(f"{name} {1000 * values[-1]:.0f}" for name, values in times.items())
-                say(f"{title}, round {number}/{rounds}, ms a step: {row}")
+        running = {name: stack.enter_context(_started(shape, way, folder / name, rate)) for name, way in WAYS.items()}
+        times = time_turns(running, title=title, rounds=rounds, burst=BURST, say=say, warm=WARM)
         memory = {name: _memory(each) for name, each in running.items()}
+    work = {
+        name: [seconds / WORKERS for seconds in cpu_of_turns(each.lines, BURST)[WARM:]]
+        for name, each in running.items()
+    }
     return times, work, memory
 
 
-def _work(lines: Sequence[Mapping[str, Any]], last: int) -> float:
-    """Seconds of the processor that a worker took for a step of the turn that has ended with ``last``."""
-    began = [line["cpu"] for line in lines if line.get("go") == last - BURST]
-    ended = [line["cpu"] for line in lines if line.get("step") == last]
-    return float(sum(ended) - sum(began)) / WORKERS / BURST
-
-
 @contextmanager
-def _started(shape: Shape, way: Sequence[str], folder: Path, rate: str) -> Iterator[Running]:
+def _started(shape: PipelineShape, way: Sequence[str], folder: Path, rate: str) -> Iterator[Running]:
     folder.mkdir(parents=True)
     running = Running(folder=folder.absolute(), workers=WORKERS)
     running.make_turns()
@@ -128,7 +112,7 @@ def _started(shape: Shape, way: Sequence[str], folder: Path, rate: str) -> Itera
 
 
 def _memory(running: Running) -> dict[str, float]:
-    """MB of the worker that has the most: what it held, and the most that was resident."""
+    """Return MB of the worker that has the most: held in tensors, and resident at most."""
     held = [json.loads(path.read_text())["held"] for path in running.folder.glob("*.held-*")]
     return {
         "held": round(max(held) / 1e6, 3),
@@ -141,8 +125,8 @@ def _peak(pid: int) -> float:
     return round(int(found[1]) * 1024 / 1e6, 1) if found else 0.0
 
 
-def undo_times(shape: Shape, *, rounds: int) -> dict[str, list[float]]:
-    """A whole step of the shape's model, taken back at once; and how long that takes as a multiple of the step."""
+def undo_times(shape: PipelineShape, *, rounds: int) -> dict[str, list[float]]:
+    """Time undos of a whole step; return their ms, and as multiples of the step's update."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     arguments = Namespace(**vars(shape), seed=0)

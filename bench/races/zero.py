@@ -1,4 +1,4 @@
-"""Reading a ZeRO checkpoint into another layout, against DeepSpeed's way of converting it first."""
+"""Race of reading a ZeRO checkpoint into another layout, against DeepSpeed, which converts it first."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Bar
-from bench.running import BENCH
-from bench.savers import State
+from bench.running import BENCH, ROOT
+from bench.savers import SavedTraining
 from holdfast import checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.measuring import drop_from_cache, free_port, spread
 
 PYTHON = BENCH / "formats" / "bin" / "python"
-SCRIPT = Path(__file__).parent / "peers" / "deepspeed_zero.py"
+SCRIPT = ROOT / "bench" / "peers" / "deepspeed_zero.py"
 
 COLUMNS = {"seconds": "s: median (range)", "convert_s": "of which converting", "times_ours": "times holdfast's"}
 
 
 def race(*, megabytes: int, rounds: int, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """Both start from the same cold files of two workers and end with one worker's model and optimizer filled."""
+    """Fill one worker's model and optimizer from the cold files of two workers; return results and bars."""
     folder = BENCH / "zero"
     shutil.rmtree(folder, ignore_errors=True)
     say("DeepSpeed makes a ZeRO-1 checkpoint of two workers")
@@ -34,7 +34,7 @@ def race(*, megabytes: int, rounds: int, say: Callable[[str], None]) -> tuple[di
     ours: list[float] = []
     converts: list[float] = []
     loads: list[float] = []
-    state = State(megabytes)
+    state = SavedTraining(megabytes)
     try:
         for number in range(rounds):
             drop_from_cache(folder / "saved")

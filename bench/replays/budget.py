@@ -1,7 +1,7 @@
-"""Selective logging: with a smaller budget fewer boundaries are logged, and a loss takes more layers along.
+"""Selective logging: with a smaller budget fewer boundaries are logged, and a loss makes more layers compute again.
 
-For each budget a worker of every stage is killed once, as any is as likely to be lost as another: which group a kill
-hits depends on it. What the planner says of bytes, and what a profile says of time, stands beside what was measured.
+For each budget a worker of every stage is killed once, as the kill's cost depends on the stage. The planner's bytes
+and the profile's time stand beside the measured ones.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from bench.replays import replay_pictures
-from bench.replays.trial import EVERY, Ground, Outcome, Way, kill_after
+from bench.replays.trial import EVERY, Ground, KillOutcome, Way, kill_after
 from bench.report import Bar, Say
 from bench.running import BENCH
 from holdfast.measuring import spread
 from holdfast.plan.profile import Profile
 from holdfast.words import size_text
 
-BYTES_BAR = 0.05
-PARTS = 3  # of the whole log, which the budgets are: nothing, a third, two thirds, all
+BYTES_BAR = 0.05  # share by which measured bytes may differ from the predicted
+PARTS = 3  # budgets are 0, 1, 2 and 3 thirds of the whole log
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What a recovery takes whatever has to be computed again, in seconds, with the step that was running."""
+    """Seconds of a recovery that do not depend on what is computed again; with the redone step."""
 
     replay: float  # noticing, regrouping, new places, the redone step
     back: float  # noticing, fresh workers, reading the checkpoint, the redone step
 
 
-def fixed_costs(replays: Sequence[Outcome], returns: Sequence[Outcome]) -> Fixed:
-    """As they were in runs with and without a log."""
+def fixed_costs(replays: Sequence[KillOutcome], returns: Sequence[KillOutcome]) -> Fixed:
+    """Return the fixed costs, measured in runs with (``replays``) and without a log (``returns``)."""
     beside = [each.seconds - each.replayed for each in replays if each.replayed is not None]
     starting = [each.resumed + each.step_seconds for each in returns if each.resumed is not None]
     return Fixed(replay=statistics.median(beside), back=statistics.median(starting))
@@ -42,12 +42,11 @@ def fixed_costs(replays: Sequence[Outcome], returns: Sequence[Outcome]) -> Fixed
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Recovery time as a profile has it.
+    """Recovery time as estimated from a profile.
 
-    Assumes that computing is all that takes time beside ``fixed``: records and gradients are sent for nothing;
-    that micro-batches are shared out so that no core ever waits, if there are as many workers; that a layer costs
-    what it cost when it was measured, with all cores at work; and that everyone who replays makes every update.
-    Before a return to the checkpoint all layers are computed again, in a pipeline without bubbles.
+    Assumptions: beside ``fixed`` only computing takes time, and sending takes none. Micro-batches are shared out so
+    that no core waits. A layer costs what was measured with all cores at work. Every worker that replays makes every
+    update. After a return to the checkpoint all layers are computed again, in a pipeline without bubbles.
 
     >>> from holdfast.plan.profile import uniform
     >>> profile = uniform(8, forward=0.01, backward=0.02)
@@ -64,7 +63,7 @@ class Estimate:
     fixed: Fixed
 
     def seconds(self, layers: Sequence[int], *, steps: int) -> float:
-        """Until these layers are computed again; without any, until everyone is back from the checkpoint."""
+        """Return seconds until these layers are computed again; without any, until all are past the lost steps."""
         costs = [self.profile.layers[layer] for layer in layers or range(len(self.profile.layers))]
         workers = self.workers - 1 if layers else self.workers  # one is lost, and replaced only afterwards
         compute = self.micro_batches * sum(cost.forward + cost.backward for cost in costs)
@@ -75,7 +74,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A budget, and what it came to."""
+    """Budget of a log, and the bytes and seconds that it came to."""
 
     parts: int  # of the whole log, in thirds
     budget: int  # bytes a step
@@ -89,8 +88,8 @@ class Point:
 def race(
     ground: Ground, estimate: Estimate, *, steps: int, folder: Path, say: Say
 ) -> tuple[dict[str, Any], dict[str, Bar]]:
-    """One kill in each stage for each budget, budgets taking turns."""
-    outcomes: dict[int, list[Outcome]] = {parts: [] for parts in range(PARTS, -1, -1)}
+    """Kill a worker of each stage with each budget, budgets in turns; return results and bars."""
+    outcomes: dict[int, list[KillOutcome]] = {parts: [] for parts in range(PARTS, -1, -1)}
     whole = 0
     for stage in range(ground.workers):
         for parts, done in outcomes.items():
@@ -106,7 +105,7 @@ def race(
 
 
 def budget_options(whole: int, parts: int) -> list[str]:
-    """A part of the bytes that a whole log takes until the next checkpoint.
+    """Return the options for a part of the bytes that a whole log takes until the next checkpoint.
 
     >>> budget_options(300, 1), budget_options(300, 0), budget_options(0, 3)
     (['--log-budget', '100000'], ['--log-budget', '1'], [])
@@ -116,7 +115,7 @@ def budget_options(whole: int, parts: int) -> list[str]:
     return ["--log-budget", str(max(1, whole * EVERY * parts // PARTS))]  # 0 would be no log at all
 
 
-def _point(parts: int, whole: int, outcomes: Sequence[Outcome], estimate: Estimate, steps: int) -> Point:
+def _point(parts: int, whole: int, outcomes: Sequence[KillOutcome], estimate: Estimate, steps: int) -> Point:
     return Point(
         parts=parts,
         budget=whole * parts // PARTS,
@@ -129,10 +128,12 @@ def _point(parts: int, whole: int, outcomes: Sequence[Outcome], estimate: Estima
 
 
 def title(point: Point) -> str:
+    """Return the name of a point's row."""
     return f"budget {point.parts}/{PARTS} of the log"
 
 
 def row(point: Point) -> dict[str, Any]:
+    """Return a point's numbers."""
     shares = [measured / predicted for measured, predicted in zip(point.measured_s, point.predicted_s, strict=True)]
     return {
         "back_s": spread(point.measured_s),
@@ -146,7 +147,7 @@ def row(point: Point) -> dict[str, Any]:
 
 
 def bars_of(points: Iterable[Point]) -> dict[str, Bar]:
-    """Bytes are as predicted, within the budget; a larger one never has more computed again."""
+    """Return the bars: bytes are as predicted and within the budget; a larger one never computes more layers again."""
     points = list(points)
     deviations = [abs(p.measured_bytes - p.predicted_bytes) / max(p.predicted_bytes, 1) for p in points]
     within = all(p.predicted_bytes <= p.budget for p in points)

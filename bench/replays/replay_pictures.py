@@ -1,4 +1,4 @@
-"""The pictures of ``bench replay``: time over steps since the checkpoint, and over the budget of the log."""
+"""Pictures of ``bench replay``: time over steps since the checkpoint, and over the budget of the log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABEL = "seconds from the kill to the step's commit"
 
 
 def draw_steps(path: Path, seconds: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
-    """A line for each way, through medians, with the range of all rounds; at the last, how many times the first."""
+    """Draw a line for each way through medians, with ranges, and at the last way how many times the first it took."""
     path.parent.mkdir(exist_ok=True)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 5.2), dpi=140, layout="constrained")
@@ -44,7 +44,7 @@ def draw_steps(path: Path, seconds: Mapping[str, Mapping[int, Sequence[float]]])
 
 
 def _write_gains(axes: Axes, ways: Sequence[Mapping[int, Sequence[float]]]) -> None:
-    """Beside each point of the last way, its median ratio to the first way's in the same round."""
+    """Write beside each point of the last way its median ratio to the first way's in the same round."""
     for steps, theirs in ways[-1].items():
         times = statistics.median(a / b for a, b in zip(theirs, ways[0][steps], strict=True))
         at = (steps, statistics.median(theirs))
@@ -52,7 +52,7 @@ def _write_gains(axes: Axes, ways: Sequence[Mapping[int, Sequence[float]]]) -> N
 
 
 def draw_budgets(path: Path, points: Sequence[Point], *, steps: int) -> None:
-    """Left bytes, right time: predicted as a line, measured as dots; one dot for each stage that was lost."""
+    """Draw bytes on the left and time on the right, predicted and measured; a dot for each stage that was lost."""
     path.parent.mkdir(exist_ok=True)
     names = [f"{point.budget / 1e6:.3g}" for point in points]
     with plt.rc_context(STYLE):

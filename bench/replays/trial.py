@@ -1,8 +1,8 @@
-"""One run of ``bench replay``: from a checkpoint so many steps on, then a worker of one stage is killed.
+"""One trial of ``bench replay``: train from a checkpoint, kill a worker of one stage, and time the way back.
 
-All ways begin from copies of the same checkpoint, with the same profile and so the same stages. Nothing is injected:
-a worker is killed from outside as soon as all have finished the last step that is to count, so it dies early in the
-next one, which nobody can finish without it.
+All ways begin from copies of the same checkpoint, with the same profile and so the same stages. A worker is killed from
+outside as soon as all have finished the last step before the loss. It dies early in the next step, which nobody can
+finish without it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.entries import Shape
+from bench.pipelines.entries import PipelineShape
 from bench.races.log import bytes_per_step, read_lines
 from bench.running import POLL_SECONDS, Running, environment
 from holdfast.checkpoint.series import newest
 from holdfast.cluster.events import read_events
 from holdfast.errors import HoldfastError
 
-BASE = 2  # steps before the checkpoint that everybody begins from: the optimizer has its slots then
-EVERY = 1000  # steps to the next one: never
-PATIENCE_SECONDS = 120.0
+BASE = 2  # steps before the common checkpoint, so that the optimizer has its slots
+EVERY = 1000  # steps from checkpoint to checkpoint: more than ever come
+PATIENCE_SECONDS = 120.0  # limit for the way back
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """What all runs of a bench share."""
+    """Settings that all trials share."""
 
-    shape: Shape
+    shape: PipelineShape
     workers: int
     profile: Path
     checkpoint: Path  # a folder with the checkpoint that all begin from
 
     def command(self, folder: Path, options: Sequence[str]) -> list[str]:
-        """Lost workers are replaced: who returns to the checkpoint needs that, so all may."""
+        """Return the command of a run. Lost workers are replaced, as a return to the checkpoint needs it."""
         agent = ["-m", "holdfast.cli", "run", "-n", str(self.workers), "--log-dir", str(folder / "logs")]
         script = ["-m", "bench.pipelines.pipeline_entry", *self.shape.arguments(), "--stages", str(self.workers)]
         return [sys.executable, *agent, *script, "--profile", str(self.profile), *options]
@@ -49,7 +49,7 @@ class Ground:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a run comes back from a loss: options of the script, and its environment."""
+    """Way back from a loss: options of the script, and its environment."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a kill cost."""
+class KillOutcome:
+    """Cost of a kill."""
 
     seconds: float  # from the kill until the step that was running is committed
     replayed: float | None  # of which, until the slowest worker had computed the lost layers again
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def make_checkpoint(ground: Ground, folder: Path) -> None:
-    """Trains the first steps and leaves their checkpoint in ``ground.checkpoint``."""
+    """Train the first steps and leave their checkpoint in ``ground.checkpoint``."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ["--steps", str(BASE), "--checkpoint", str(ground.checkpoint), "--every", str(EVERY)]
     command = ground.command(folder, options)
@@ -80,8 +80,8 @@ def make_checkpoint(ground: Ground, folder: Path) -> None:
         raise HoldfastError(f"no checkpoint to begin from: {(done.stdout + done.stderr)[-2000:]}")
 
 
-def kill_after(ground: Ground, way: Way, *, steps: int, stage: int, folder: Path) -> Outcome:
-    """A run of its own, whose worker with this stage is killed so many steps after the checkpoint."""
+def kill_after(ground: Ground, way: Way, *, steps: int, stage: int, folder: Path) -> KillOutcome:
+    """Start a run, kill its worker of this stage so many steps after the checkpoint, and return the cost."""
     with _started(ground, way, folder.absolute()) as running:
         running.wait_for(BASE + steps, ground.workers, seconds=PATIENCE_SECONDS)
         events = running.folder / "logs" / "events.jsonl"
@@ -93,7 +93,7 @@ def kill_after(ground: Ground, way: Way, *, steps: int, stage: int, folder: Path
         committed = _wait_for_commit(running, BASE + steps + 1, after=killed)
     told = [event for event in read_events(events) if killed < event["t"] <= committed]
     planned = [event["bytes_per_step"] for event in read_events(events) if event["event"] == "logging"]
-    outcome = Outcome(
+    outcome = KillOutcome(
         seconds=committed - killed,
         **story(told, killed),
         steps=steps,
@@ -107,7 +107,7 @@ def kill_after(ground: Ground, way: Way, *, steps: int, stage: int, folder: Path
 
 
 def worker_of(events: Iterable[Mapping[str, Any]], stage: int) -> str:
-    """Who had this stage of the first layout.
+    """Return the worker that had this stage in the first layout.
 
     >>> worker_of([{"event": "layout", "worker": "0.3", "stage": 1}], 1)
     '0.3'
@@ -116,14 +116,14 @@ def worker_of(events: Iterable[Mapping[str, Any]], stage: int) -> str:
 
 
 def step_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
-    """The usual time of a step: that of the second half, as the first steps take longer."""
+    """Return the usual seconds of a step: those of the second half, as the first steps take longer."""
     ends = {line["step"]: line["t"] for line in lines if "step" in line}
     first, last = min(ends) + (max(ends) - min(ends)) // 2, max(ends)
     return float(ends[last] - ends[first]) / (last - first) if last > first else 0.0
 
 
 def story(told: Sequence[Mapping[str, Any]], killed: float) -> dict[str, Any]:
-    """How a run came back, from its events between the kill and the commit."""
+    """Return how a run came back, from its events between the kill and the commit."""
     replays = [event for event in told if event["event"] == "replay"]
     resumed = [event["t"] - killed for event in told if event["event"] == "resumed"]
     spans = replays[0]["layers"] if replays else []
@@ -135,7 +135,7 @@ def story(told: Sequence[Mapping[str, Any]], killed: float) -> dict[str, Any]:
 
 
 def _wait_for_commit(running: Running, step: int, *, after: float) -> float:
-    """A step is committed when the first has committed it: nobody can take it back."""
+    """Wait until the first worker has committed the step; return when. Nobody can take it back from then on."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         times = [line["t"] for line in running.update() if line.get("step") == step and line["t"] > after]

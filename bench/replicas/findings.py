@@ -1,4 +1,4 @@
-"""What ``bench sync`` found: a row for each method, and the bars."""
+"""Findings of ``bench sync``: a row for each method, and the bars."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.replicas.processes import Outcome
+from bench.replicas.processes import SyncOutcome
 from bench.replicas.schedule import BSP, WORKERS, exchange_bytes
-from bench.replicas.tasks import TASKS, Task
+from bench.replicas.tasks import TASKS, LearningTask
 from bench.report import Bar
 from holdfast.measuring import spread
 
@@ -26,22 +26,25 @@ COLUMNS = {
     "local": "local models'",
     "seeds": "seeds",
 }
-FASTER_BAR = 5.0
-ALWAYS_EQUAL = ("BSP", "PowerSGD")  # whoever wants the averaged weights has them
-Place = tuple[str, str, int | None]  # task, split, rate
+FASTER_BAR = 5.0  # times BSP's speed to the target
+ALWAYS_EQUAL = ("BSP", "PowerSGD")  # replicas always hold the averaged weights
+Setting = tuple[str, str, int | None]  # task, split, rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """When the target was reached."""
+    """Seconds, bytes and samples until the target was reached."""
 
     seconds: float
     sent: float
     samples: float
 
 
-def reach(outcome: Outcome) -> Reach | None:
-    """Between two evaluations on a straight line. Those that were apart have to average first: that is charged."""
+def reach(outcome: SyncOutcome) -> Reach | None:
+    """Return when the target was reached, or None.
+
+    Between two evaluations it is interpolated. Replicas that were apart have to average first: that is added.
+    """
     task = TASKS[outcome.run.task]
     hit = next((n for n, score in enumerate(outcome.scores) if task.reached(score)), None)
     if hit is None:
@@ -62,12 +65,14 @@ def reach(outcome: Outcome) -> Reach | None:
     return Reach(seconds=seconds, sent=sent, samples=at(outcome.at) * task.batch * WORKERS)
 
 
-def place_of(outcome: Outcome) -> Place:
+def place_of(outcome: SyncOutcome) -> Setting:
+    """Return the setting that a run was made in."""
     return outcome.run.task, outcome.run.split, outcome.run.rate
 
 
-def title(place: Place) -> str:
-    """
+def title(place: Setting) -> str:
+    """Return a setting in words.
+
     >>> title(("gpt", "iid", 20)), title(("gpt", "iid", None))
     ('gpt, iid, 20 Mbit', 'gpt, iid, loopback without limit')
     """
@@ -75,16 +80,16 @@ def title(place: Place) -> str:
     return f"{task}, {split}, {'loopback without limit' if rate is None else f'{rate} Mbit'}"
 
 
-def grouped(outcomes: Sequence[Outcome]) -> dict[Place, dict[str, list[Outcome]]]:
-    """By place, then by method, seeds in order."""
-    found: dict[Place, dict[str, list[Outcome]]] = {}
+def grouped(outcomes: Sequence[SyncOutcome]) -> dict[Setting, dict[str, list[SyncOutcome]]]:
+    """Return outcomes by setting, then by method, with seeds in order."""
+    found: dict[Setting, dict[str, list[SyncOutcome]]] = {}
     for outcome in sorted(outcomes, key=lambda each: each.run.seed):
         found.setdefault(place_of(outcome), {}).setdefault(outcome.run.method, []).append(outcome)
     return found
 
 
-def rows(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """A row for each method in each place, the fastest to the target first."""
+def rows(outcomes: Sequence[SyncOutcome]) -> dict[str, Any]:
+    """Return a row for each method in each setting, the fastest to the target first."""
     table: dict[str, Any] = {}
     for place, methods in sorted(grouped(outcomes).items(), key=lambda each: _rank(each[0])):
         bsp = {each.run.seed: each for each in methods.get(BSP.name, [])}
@@ -93,17 +98,18 @@ def rows(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return table
 
 
-def _rank(place: Place) -> tuple[int, int, str]:
+def _rank(place: Setting) -> tuple[int, int, str]:
     task, split, rate = place
     return rate or 0, list(TASKS).index(task), split
 
 
-def _median_seconds(runs: Sequence[Outcome]) -> float:
+def _median_seconds(runs: Sequence[SyncOutcome]) -> float:
     found = [reach(each) for each in runs]
     return statistics.median(each.seconds if each is not None else math.inf for each in found)
 
 
-def row(runs: Sequence[Outcome], bsp: dict[int, Outcome]) -> dict[str, Any]:
+def row(runs: Sequence[SyncOutcome], bsp: dict[int, SyncOutcome]) -> dict[str, Any]:
+    """Return a method's numbers over all seeds; ``bsp`` has BSP's outcomes by seed."""
     task = TASKS[runs[0].run.task]
     found = [(each, reach(each)) for each in runs]
     there = [(each, when) for each, when in found if when is not None]
@@ -132,13 +138,13 @@ def row(runs: Sequence[Outcome], bsp: dict[int, Outcome]) -> dict[str, Any]:
     return shown
 
 
-def score_at(outcome: Outcome, step: int) -> float | None:
-    """What it had learnt by then."""
+def score_at(outcome: SyncOutcome, step: int) -> float | None:
+    """Return the score after so many steps, or None."""
     return next((score for at, score in zip(outcome.at, outcome.scores, strict=True) if at == step), None)
 
 
-def _ratio(bsp: Outcome | None, seconds: float) -> float | None:
-    """How many times as fast as BSP with the same seed; BSP that never arrived was at least that slow."""
+def _ratio(bsp: SyncOutcome | None, seconds: float) -> float | None:
+    """Return how many times as fast as BSP it was with the same seed; BSP that never arrived counts to its end."""
     if bsp is None:
         return None
     when = reach(bsp)
@@ -149,8 +155,8 @@ def _ratio(bsp: Outcome | None, seconds: float) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """A method's medians over seeds, each compared with another method's of the same seed."""
+class MethodMedians:
+    """Medians of a method over seeds, each compared with another method's of the same seed."""
 
     name: str
     seconds: float
@@ -159,8 +165,8 @@ class Standing:
     of_local: tuple[float, float] = (math.inf, math.inf)  # seconds and bytes to target, of the best Local SGD's
 
 
-def bars_of(outcomes: Sequence[Outcome], rate: int = 20) -> dict[str, Bar]:
-    """At the slow link on data that all can read, for each task."""
+def bars_of(outcomes: Sequence[SyncOutcome], rate: int = 20) -> dict[str, Bar]:
+    """Return the bars of each task, at the slow link and on data that all can read."""
     bars: dict[str, Bar] = {}
     for (task, split, at), methods in grouped(outcomes).items():
         if split == "iid" and at == rate and BSP.name in methods:
@@ -168,7 +174,7 @@ def bars_of(outcomes: Sequence[Outcome], rate: int = 20) -> dict[str, Bar]:
     return bars
 
 
-def _bars(task: Task, methods: dict[str, list[Outcome]]) -> dict[str, Bar]:
+def _bars(task: LearningTask, methods: dict[str, list[SyncOutcome]]) -> dict[str, Bar]:
     seeds = len(methods[BSP.name])  # what has run with one of them is no match
     kinds = {name: runs[0].run.kind for name, runs in methods.items() if len(runs) == seeds}
     plain = [n for n, kind in kinds.items() if kind == "LocalSGD" and "matched" not in n and "overlap" not in n]
@@ -192,15 +198,18 @@ def _bars(task: Task, methods: dict[str, list[Outcome]]) -> dict[str, Bar]:
     return bars
 
 
-def best(standings: Sequence[Standing], task: Task) -> Standing | None:
-    """The fastest of those that end as well as BSP, if any do; one that beats Local SGD in both goes first."""
+def best(standings: Sequence[MethodMedians], task: LearningTask) -> MethodMedians | None:
+    """Return the fastest method of those that end as well as BSP; one that beats Local SGD in both goes first."""
     there = [each for each in standings if each.seconds < math.inf]
     as_good = [each for each in there if each.worse_by <= task.same] or there
     both = [each for each in as_good if max(each.of_local) <= 1] or as_good
     return min(both, key=lambda each: each.seconds, default=None)
 
 
-def standing(task: Task, methods: dict[str, list[Outcome]], name: str, against: str | None = None) -> Standing:
+def standing(
+    task: LearningTask, methods: dict[str, list[SyncOutcome]], name: str, against: str | None = None
+) -> MethodMedians:
+    """Return a method's medians; ``against`` is the Local SGD to compare with."""
     bsp = {each.run.seed: each for each in methods[BSP.name]}
     rivals = {each.run.seed: reach(each) for each in methods.get(against or "", [])}
     seconds, worse, of_bsp, of_local = [], [], [], []
@@ -217,7 +226,7 @@ def standing(task: Task, methods: dict[str, list[Outcome]], name: str, against: 
         statistics.median(a for a, _ in of_local) if of_local else math.inf,
         statistics.median(b for _, b in of_local) if of_local else math.inf,
     )
-    return Standing(
+    return MethodMedians(
         name=name,
         seconds=statistics.median(seconds),
         worse_by=statistics.median(worse) if worse else math.inf,

@@ -1,4 +1,4 @@
-"""Who takes part in ``bench sync``, and with which settings."""
+"""Methods that take part in ``bench sync``, with their learning rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = {  # where a policy is found
+KINDS = {  # the module of holdfast.sync that has the policy
     "LocalSGD": "periodic",
     "FedAvg": "periodic",
     "RandomSync": "periodic",
@@ -57,9 +57,9 @@ RATES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A contestant. ``tuned_as``: the name under which its learning rate is kept; the first that has it is tuned.
+    """Contestant: a policy and its settings.
 
-    ``matched``: synchronises as often as that other method did with the same seed, so it runs after it.
+    ``tuned_as``: the name of its learning rate in ``RATES``; the first method with it is the one that is tuned.
     """
 
     name: str
@@ -68,20 +68,12 @@ class Method:
     settings: Mapping[str, Any] = field(default_factory=dict)
     matched: str | None = None
 
-    @property
-    def is_selsync(self) -> bool:
-        return self.kind == "SelSync"
-
-    @property
-    def is_fixed_period(self) -> bool:
-        """Local SGD as others have it: the baseline to beat."""
-        return self.kind == "LocalSGD" and self.matched is None
-
     def lr(self, task: str) -> float:
+        """Return the learning rate for a task."""
         return RATES[task][self.tuned_as]
 
     def settled(self, steps: int, synchronisations: int | None) -> dict[str, Any]:
-        """Its settings, once it is known how often the method it is matched to has synchronised.
+        """Return its settings, given how often the method that it is matched to has synchronised.
 
         >>> Method(name="m", kind="LocalSGD", tuned_as="local", matched="SelSync").settled(100, 8)
         {'every': 12}
@@ -95,5 +87,6 @@ class Method:
 
 
 def make_policy(kind: str, settings: Mapping[str, Any]) -> Any:
+    """Return holdfast's policy of that kind."""
     module = importlib.import_module(f"holdfast.sync.{KINDS[kind]}")
     return getattr(module, kind)(**settings)

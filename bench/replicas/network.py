@@ -1,8 +1,8 @@
-"""A slow network on one machine: a namespace for each worker, joined by a bridge, with a limit on what each may send.
+"""Slow network on one machine: a namespace for each worker, joined by a bridge, with a limit on what each sends.
 
-``tx_bytes`` of a worker's device is then what it sent, headers and all. There is no ``netem`` on the machines that this
-was written for, so a link has a rate but no latency of its own. Without root or iproute2, workers share the loopback
-device: no limit, and the same numbers but for time.
+``tx_bytes`` of a worker's device counts what it sent, with headers. The machines that this was written for have no
+``netem``, so a link has a rate but no latency of its own. Without root or iproute2, workers share the loopback
+device: there is no limit, and all results but times are the same.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PREFIX = "hfs"
-DEVICE = "net"
+PREFIX = "hfs"  # of the namespaces' names: holdfast sync
+DEVICE = "net"  # name of the device inside each namespace
 _numbers = itertools.count()  # a process may have several networks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Where each worker runs: a command that a worker's command is put behind, and the device it talks through."""
+    """Prefix of each worker's command, which puts it into its namespace, and the device it talks through."""
 
     rate: int | None  # Mbit a second; None: no limit
     device: str
@@ -38,7 +38,7 @@ class Network:
 
 
 def why_not() -> str | None:
-    """Why there can be no namespaces here, in words; None if there can."""
+    """Return why there can be no namespaces here, in words, or None if there can."""
     missing = [word for word in ("ip", "tc") if shutil.which(word) is None]
     if missing:
         return f"{' and '.join(missing)} (iproute2) missing"
@@ -55,13 +55,13 @@ def why_not() -> str | None:
 
 @contextmanager
 def loopback(workers: int) -> Iterator[Network]:
-    """No limit, no namespaces."""
+    """Give the loopback device: no limit, no namespaces."""
     yield Network(rate=None, device="lo", prefixes=[[]] * workers)
 
 
 @contextmanager
 def namespaces(workers: int, rate: int | None) -> Iterator[Network]:
-    """Removed at the end, whatever happens."""
+    """Make namespaces with a limit of ``rate`` Mbit/s, and remove them at the end, whatever happens."""
     _sweep()
     made: list[str] = []
     base = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
@@ -108,7 +108,9 @@ def _limit(name: str, rate: int) -> None:
 
 
 def bucket(rate: int) -> int:
-    """Bytes that may go at once: 64 KB, or 5 ms of a fast link, whose bucket would else run dry between two ticks.
+    """Return bytes that may be sent at once.
+
+    They are 64 KB, or 5 ms of a fast link, whose bucket would otherwise be empty between two ticks.
 
     >>> bucket(20), bucket(1000)
     (65536, 625000)
@@ -117,7 +119,7 @@ def bucket(rate: int) -> int:
 
 
 def read_sent(device: str) -> int:
-    """Bytes that went out through the device, in the namespace of whoever asks."""
+    """Return the bytes sent through a device, in the namespace of the caller."""
     return int(Path("/sys/class/net", device, "statistics", "tx_bytes").read_text())
 
 
@@ -126,7 +128,7 @@ def _ip(*words: str, check: bool = True) -> str:
 
 
 def _sweep() -> None:
-    """Namespaces of benches that were killed: their process is gone."""
+    """Remove namespaces of benches whose process is gone."""
     for name in re.findall(rf"^{PREFIX}-\d+-[\w-]+", _ip("netns", "list", check=False), re.MULTILINE):
         if not Path("/proc", name.split("-")[1]).exists():
             _ip("netns", "del", name, check=False)

@@ -1,4 +1,4 @@
-"""Runs of ``bench sync``, one after another, on workers that are started once for each rate of the network."""
+"""Runs of ``bench sync``, one after another, on worker processes that are started once for each rate."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import IO, Any
 from bench.replicas.network import Network
 from holdfast.errors import HoldfastError
 
-MEMORY = Path("/dev/shm")  # weights to be evaluated wait here
+MEMORY = Path("/dev/shm")  # a file system in memory, for weights to be evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SyncRun:
     """One method, trained once."""
 
     task: str
@@ -38,10 +38,10 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What came of a run. Lists have an entry for each evaluation, the last one at the end of training."""
+class SyncOutcome:
+    """Measurements of a run. Lists have an entry for each evaluation, the last one at the end of training."""
 
-    run: Run
+    run: SyncRun
     at: list[int]  # steps that were done
     seconds: list[float]
     sent: list[int]  # bytes, of all workers
@@ -53,26 +53,29 @@ class Outcome:
     capped: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Outcome:
-        return cls(**{**found, "run": Run(**found["run"])})
+    def from_json(cls, found: dict[str, Any]) -> SyncOutcome:
+        """Return the outcome from its JSON object."""
+        return cls(**{**found, "run": SyncRun(**found["run"])})
 
 
-class Broken(HoldfastError):
-    """A worker ended, or said nothing for too long."""
+class WorkerFailed(HoldfastError):
+    """A worker process ended, or did not answer in time."""
 
 
 @dataclass(kw_only=True)
 class Workers:
-    """The processes, each in its place in the network."""
+    """Worker processes, each in its namespace."""
 
     network: Network
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     log: Path = Path(os.devnull)
 
     def start(self) -> None:
+        """Start all processes."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -94,6 +97,7 @@ class Workers:
             self.processes.append(process)
 
     def stop(self) -> None:
+        """End all processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -102,8 +106,11 @@ class Workers:
                 _close(pipe)
         self.processes.clear()
 
-    def run(self, run: Run, *, patience: float) -> list[dict[str, Any]]:
-        """What each worker has to say; after ``patience`` seconds all are ended."""
+    def run(self, run: SyncRun, *, patience: float) -> list[dict[str, Any]]:
+        """Train a run; return what each worker measured.
+
+        After ``patience`` seconds, or if a worker ends, all are ended and ``WorkerFailed`` is raised.
+        """
         if not self.processes:
             self.start()
         folder = Path(tempfile.mkdtemp(prefix="holdfast-sync-", dir=MEMORY if MEMORY.is_dir() else None))
@@ -114,9 +121,9 @@ class Workers:
                 process.stdin.write(line)
                 process.stdin.flush()
             return self._listen(patience)
-        except (Broken, OSError) as e:
+        except (WorkerFailed, OSError) as e:
             self.stop()
-            raise Broken(f"{run.method} broke off: {e}", hint=f"see {self.log}") from e
+            raise WorkerFailed(f"{run.method} broke off: {e}", hint=f"see {self.log}") from e
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -130,11 +137,11 @@ class Workers:
             while len(said) < len(self.processes):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise Broken(f"nothing was heard for {patience:.0f} s")
+                    raise WorkerFailed(f"nothing was heard for {patience:.0f} s")
                 for key, _ in ready:
                     line = self.processes[key.data].stdout.readline()
                     if not line:
-                        raise Broken(f"worker {key.data} ended")
+                        raise WorkerFailed(f"worker {key.data} ended")
                     said[key.data] = json.loads(line)
         return [said[rank] for rank in sorted(said)]
 
@@ -149,6 +156,7 @@ def _close(pipe: IO[str] | None) -> None:
 
 @contextmanager
 def workers(network: Network, log: Path) -> Iterator[Workers]:
+    """Give workers in a network, and end them afterwards; ``log`` gets their errors."""
     made = Workers(network=network, log=log)
     try:
         yield made
@@ -156,13 +164,13 @@ def workers(network: Network, log: Path) -> Iterator[Workers]:
         made.stop()
 
 
-def gather(run: Run, said: list[dict[str, Any]], *, every: int, counts_all: bool, capped: bool) -> Outcome:
-    """From what each worker noted: the last to be there sets the time, and bytes are added up."""
+def gather(run: SyncRun, said: list[dict[str, Any]], *, every: int, counts_all: bool, capped: bool) -> SyncOutcome:
+    """Return the outcome from what each worker measured: the slowest sets the time, bytes are added up."""
     began = max(one["began"] for one in said)
     counted = said[:1] if counts_all else said
     scores = {int(n): score for one in said for n, score in one["scores"].items()}
     at = [*range(every, run.steps, every), run.steps]
-    return Outcome(
+    return SyncOutcome(
         run=run,
         at=at,
         seconds=[round(max(times) - began, 4) for times in zip(*(one["times"] for one in said), strict=True)],

@@ -1,4 +1,4 @@
-"""What ``bench sync`` runs, in which order, and about how long that takes."""
+"""Schedule of ``bench sync``: what it runs, in which order, and about how long that takes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.replicas.methods import Method
-from bench.replicas.tasks import TASKS, Task
+from bench.replicas.tasks import TASKS, LearningTask
 
-WORKERS = 4
-SEED = 10  # the first; settings were looked for with smaller ones, and learning rates with seed 1000
-CAP = 40.0  # seconds for a method that sends more than BSP: SSP gets as many steps as fit into them
-COMPUTE = {"gpt": 0.06, "digits": 0.01}  # seconds of a step, four workers on two cores; for estimates only
-BETWEEN = 2.5  # seconds from run to run: connecting, evaluating
+WORKERS = 4  # replicas, two on each core of the machine that this was written for
+SEED = 10  # the first seed; settings were chosen with smaller ones, learning rates with 1000
+CAP_SECONDS = 40.0  # for SSP, which sends more than BSP: it gets as many steps as fit
+COMPUTE_SECONDS = {"gpt": 0.06, "digits": 0.01}  # of a step, four workers on two cores; for estimates only
+BETWEEN_SECONDS = 2.5  # from run to run: connecting, evaluating
 
 OVERLAP = 16  # steps: about as long as an exchange takes at 20 Mbit
 HOOK = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
@@ -86,7 +86,7 @@ FEW = (BSP, POWER, LOCAL[10], LOCAL[25], DILOCO, OURS, OVERLAPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class SyncContest:
     """Methods that are compared with each other."""
 
     task: str
@@ -100,43 +100,45 @@ class Contest:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One run that is to come."""
+    """One scheduled run."""
 
-    contest: Contest
+    contest: SyncContest
     method: Method
     seed: int
     steps: int
 
     @property
     def is_capped(self) -> bool:
+        """Whether it gets fewer steps than others, to save time."""
         return self.steps < steps_of(self.contest, self.method)
 
     @property
     def seconds(self) -> float:
+        """Estimated seconds of the run."""
         task = TASKS[self.contest.task]
-        return BETWEEN + self.steps * seconds_of_step(task, self.method, self.contest.rate)
+        return BETWEEN_SECONDS + self.steps * seconds_of_step(task, self.method, self.contest.rate)
 
 
 FULL = (
-    Contest(task="gpt", split="iid", rate=20, seeds=2, methods=(*MOST, BOUNDED["gpt"]), once=ONCE),
-    Contest(task="digits", split="iid", rate=20, seeds=3, methods=(*MOST, BOUNDED["digits"]), once=ONCE),
-    Contest(task="digits", split="labels", rate=20, seeds=2, methods=SOME),
-    Contest(task="digits", split="labels, injected", rate=20, seeds=1, methods=(BSP, LOCAL[5], VARIANCE, DENSE)),
-    Contest(task="digits", split="own chunks", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS, OVERLAPPED)),
-    Contest(task="gpt", split="iid", rate=100, seeds=1, methods=FEW),
-    Contest(task="digits", split="iid", rate=100, seeds=1, methods=FEW),
-    Contest(task="gpt", split="iid", rate=1000, seeds=1, methods=FEW),
-    Contest(task="digits", split="iid", rate=1000, seeds=1, methods=FEW),
+    SyncContest(task="gpt", split="iid", rate=20, seeds=2, methods=(*MOST, BOUNDED["gpt"]), once=ONCE),
+    SyncContest(task="digits", split="iid", rate=20, seeds=3, methods=(*MOST, BOUNDED["digits"]), once=ONCE),
+    SyncContest(task="digits", split="labels", rate=20, seeds=2, methods=SOME),
+    SyncContest(task="digits", split="labels, injected", rate=20, seeds=1, methods=(BSP, LOCAL[5], VARIANCE, DENSE)),
+    SyncContest(task="digits", split="own chunks", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS, OVERLAPPED)),
+    SyncContest(task="gpt", split="iid", rate=100, seeds=1, methods=FEW),
+    SyncContest(task="digits", split="iid", rate=100, seeds=1, methods=FEW),
+    SyncContest(task="gpt", split="iid", rate=1000, seeds=1, methods=FEW),
+    SyncContest(task="digits", split="iid", rate=1000, seeds=1, methods=FEW),
 )
 QUICK = (
-    Contest(task="digits", split="iid", rate=20, seeds=1, methods=(*MOST, BOUNDED["digits"]), once=ONCE, steps=144),
-    Contest(task="digits", split="labels", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS), steps=80),
-    Contest(task="gpt", split="iid", rate=100, seeds=1, methods=(BSP, LOCAL[10], OURS, MATCHED[0]), steps=24),
+    SyncContest(task="digits", split="iid", rate=20, seeds=1, methods=(*MOST, BOUNDED["digits"]), once=ONCE, steps=144),
+    SyncContest(task="digits", split="labels", rate=20, seeds=1, methods=(BSP, LOCAL[10], OURS), steps=80),
+    SyncContest(task="gpt", split="iid", rate=100, seeds=1, methods=(BSP, LOCAL[10], OURS, MATCHED[0]), steps=24),
 )
 
 
-def order(contests: Sequence[Contest]) -> list[Turn]:
-    """Rate by rate, as workers have to move; then seed by seed, and all methods of a seed before the next one's.
+def order(contests: Sequence[SyncContest]) -> list[Turn]:
+    """Return all turns: rate by rate, as workers have to move, then seed by seed, then method by method.
 
     Each seed begins with another method, so that none always has the machine as another one left it. Methods matched
     to others come after them. What is looked at first comes first, should the bench be broken off.
@@ -153,7 +155,8 @@ def order(contests: Sequence[Contest]) -> list[Turn]:
 
 
 def rotated(methods: Sequence[Method], seed: int) -> list[Method]:
-    """
+    """Return the methods beginning with another for each seed, and the matched ones last.
+
     >>> [method.name for method in rotated([*MATCHED, BSP, POWER, OURS], 1)]
     ['BSP + PowerSGD', 'SelSync, target 0.04', 'BSP (DDP)', 'Local SGD, matched', 'random, matched']
     """
@@ -162,29 +165,29 @@ def rotated(methods: Sequence[Method], seed: int) -> list[Method]:
     return [*free[shift:], *free[:shift], *(method for method in methods if method.matched is not None)]
 
 
-def _turn(contest: Contest, method: Method, seed: int) -> Turn:
+def _turn(contest: SyncContest, method: Method, seed: int) -> Turn:
     task = TASKS[contest.task]
     steps = steps_of(contest, method)
     if method.kind == "SSP":
-        steps = min(steps, max(task.every, int(CAP / seconds_of_step(task, method, contest.rate))))
+        steps = min(steps, max(task.every, int(CAP_SECONDS / seconds_of_step(task, method, contest.rate))))
     return Turn(contest=contest, method=method, seed=seed, steps=steps)
 
 
-def steps_of(contest: Contest, method: Method) -> int:
-    """Whoever sends little has cheap steps, and may take more of them to be as good: still in less time than BSP."""
+def steps_of(contest: SyncContest, method: Method) -> int:
+    """Return a method's steps. Methods with cheap steps may take more of them, still in less time than BSP."""
     task = TASKS[contest.task]
     return contest.steps or (task.steps if method.kind == "BSP" else task.cheap_steps)
 
 
-def exchange_bytes(task: Task) -> float:
-    """What a worker sends when all average their weights: each owns a part, collects it, and hands it out."""
+def exchange_bytes(task: LearningTask) -> float:
+    """Return the bytes that a worker sends when all average their weights (reduce-scatter and all-gather)."""
     return 4.0 * task.parameters * 2 * (WORKERS - 1) / WORKERS
 
 
-def seconds_of_step(task: Task, method: Method, rate: int) -> float:
-    """An estimate."""
+def seconds_of_step(task: LearningTask, method: Method, rate: int) -> float:
+    """Return the estimated seconds of a step."""
     exchange = exchange_bytes(task) * 8 / (rate * 1e6) * 1.05
-    compute = COMPUTE[task.name]
+    compute = COMPUTE_SECONDS[task.name]
     share: float = {"BSP": 1.0, "PowerSGD": 0.15, "SSP": 2.0}.get(method.kind, 0.05)
     settings = method.settings
     if "every" in settings:

@@ -1,6 +1,6 @@
-"""What it costs to look at each step: the signals of SelSync, of the bench's GPT, in turns with a plain update.
+"""Cost of SelSync's signals in a step of the bench's GPT, in turns with a plain update.
 
-Time is that of this thread, net of the update that follows: what is read for a signal need not be read again for it.
+Time is CPU time of this thread, minus that of a plain update: tensors that a signal has read are in the cache for it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from holdfast.sync.policy import Context, Tracker
 from holdfast.sync.selsync import SelSync
 
 SIGNALS = ("gradient-change", "replica-variance")
-BAR = 0.01
+BAR = 0.01  # share of a step that a signal may take
 Times = dict[str, list[float]]
 
 
 def cost(rounds: int = 100) -> dict[str, Bar]:
-    """For each signal, the share of a step that it takes, of the bench's small steps and of larger ones: medians."""
+    """Return a bar for each signal: the median share of a step that it takes, for small and larger steps."""
     bars = {}
     for times in (1, 4):
         batch = times * TASKS["gpt"].batch
@@ -32,7 +32,7 @@ def cost(rounds: int = 100) -> dict[str, Bar]:
 
 
 def measure(rounds: int, batch: int) -> Times:
-    """The share of a step in each round: one step with each signal, and one without."""
+    """Return the share of a step in each round: one step with each signal, and one without."""
     task = TASKS["gpt"]
     torch.set_num_threads(1)
     model = task.make_model(0)

@@ -1,4 +1,4 @@
-"""The pictures of ``bench sync``: learning over time and over bytes, and where synchronisations fall."""
+"""Pictures of ``bench sync``: learning over time and over bytes, and the steps of synchronisations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from bench.replicas.findings import grouped, title
-from bench.replicas.processes import Outcome
+from bench.replicas.processes import SyncOutcome
 from bench.replicas.schedule import LOCAL, MATCHED, PUBLISHED
-from bench.replicas.tasks import TASKS, Task
+from bench.replicas.tasks import TASKS, LearningTask
 
 STYLE: Any = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
 COLORS = {
@@ -37,8 +37,8 @@ LEAST_MB = 0.3  # less was sent before the first synchronisation
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1)))
 
 
-def draw(folder: Path, outcomes: Sequence[Outcome], *, prefix: str, say: Callable[[str], None]) -> None:
-    """Two pictures for each place."""
+def draw(folder: Path, outcomes: Sequence[SyncOutcome], *, prefix: str, say: Callable[[str], None]) -> None:
+    """Draw two pictures for each setting."""
     for place, methods in grouped(outcomes).items():
         task, split, rate = place
         name = "-".join([prefix, task, split.replace(", ", "-").replace(" ", "-"), str(rate or "loopback")])
@@ -47,8 +47,8 @@ def draw(folder: Path, outcomes: Sequence[Outcome], *, prefix: str, say: Callabl
         say(f"written: {folder / name}.png and {name}-when.png")
 
 
-def draw_learning(path: Path, methods: dict[str, list[Outcome]], *, task: Task, heading: str) -> None:
-    """Left over seconds, right over bytes; a line for each method, of its first seed."""
+def draw_learning(path: Path, methods: dict[str, list[SyncOutcome]], *, task: LearningTask, heading: str) -> None:
+    """Draw scores over seconds and over bytes; a line for each method, of its first seed."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.2), dpi=130, sharey=True)
         for name, (color, dash) in styles({k: v for k, v in methods.items() if k not in HIDDEN}).items():
@@ -71,8 +71,8 @@ def draw_learning(path: Path, methods: dict[str, list[Outcome]], *, task: Task, 
         plt.close(figure)
 
 
-def styles(methods: dict[str, list[Outcome]]) -> dict[str, tuple[str, Any]]:
-    """A colour for each kind, and a dash for each method of it."""
+def styles(methods: dict[str, list[SyncOutcome]]) -> dict[str, tuple[str, Any]]:
+    """Return a colour for each kind of method, and a dash for each method of it."""
     seen: dict[str, int] = {}
     found: dict[str, tuple[str, Any]] = {}
     kinds = list(COLORS)
@@ -85,8 +85,8 @@ def styles(methods: dict[str, list[Outcome]]) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def draw_places(path: Path, methods: dict[str, list[Outcome]], *, heading: str) -> None:
-    """A row for each method, a mark for each synchronisation; seeds lie under each other within a row."""
+def draw_places(path: Path, methods: dict[str, list[SyncOutcome]], *, heading: str) -> None:
+    """Draw a row for each method and a mark for each synchronisation; seeds are below each other."""
     shown = {name: style for name, style in styles(methods).items() if methods[name][0].run.kind != "SSP"}
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(11, 1.6 + 0.42 * len(shown)), dpi=130, layout="constrained")
@@ -101,7 +101,7 @@ def draw_places(path: Path, methods: dict[str, list[Outcome]], *, heading: str) 
         plt.close(figure)
 
 
-def _draw_row(axes: Axes, place: int, runs: Sequence[Outcome], color: str) -> None:
+def _draw_row(axes: Axes, place: int, runs: Sequence[SyncOutcome], color: str) -> None:
     height = 0.8 / len(runs)
     for n, run in enumerate(runs):
         middle = place - 0.4 + (n + 0.5) * height

@@ -1,4 +1,4 @@
-"""What ``bench sync`` trains: a byte-level GPT on the demo's text, and a small convolutional network on digits.
+"""Tasks of ``bench sync``: a byte-level GPT on the demo's text, and a small convolutional network on digits.
 
 Batches are a pure function of (seed, step, worker). What is held out is never trained on.
 """
@@ -20,9 +20,9 @@ from holdfast.demo.corpus import Windows, standard_library
 from holdfast.demo.gpt import GPTConfig, gpt_layers, next_byte_loss
 
 GPT = GPTConfig(depth=3, heads=4, width=92, window=64, dropout=0.0)
-HELD_OUT = 256  # windows, of those held out
+HELD_OUT = 256  # windows of held-out text that a score is computed on
 DIGITS, TEST_DIGITS = 4000, 2000
-LABELS = 10
+LABELS = 10  # digits
 FONT = """
 .###. ..#.. .###. ##### ...#. ##### ..##. ##### .###. .###.
 #...# .##.. #...# ...#. ..##. #.... .#... ....# #...# #...#
@@ -32,19 +32,19 @@ FONT = """
 #...# ..#.. .#... #...# ...#. #...# #...# .#... #...# ...#.
 .###. .###. ##### .###. ...#. .###. .###. .#... .###. .##..
 """
-NOISE = 0.3
+NOISE = 0.3  # standard deviation; ink is about 1
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """One of the things to learn. ``score`` is of held-out data: a loss, or the share of right answers."""
+class LearningTask:
+    """Task to learn. ``score`` is of held-out data: a loss, or the share of right answers."""
 
     name: str
     measure: Literal["loss", "accuracy"]
     steps: int  # of BSP
-    cheap_steps: int  # of those who do not send the model at each
+    cheap_steps: int  # of methods that do not send the model at each step
     batch: int  # samples of each worker in a step
     every: int  # steps from evaluation to evaluation
     target: float
@@ -56,10 +56,11 @@ class Task:
     score: Callable[[Tensor, Tensor], Tensor]
 
     def reached(self, score: float) -> bool:
+        """Tell whether a score is at the target or better."""
         return score <= self.target if self.measure == "loss" else score >= self.target
 
     def worse_by(self, score: float, than: float) -> float:
-        """Positive if ``score`` is worse.
+        """Return by how much ``score`` is worse; negative if it is better.
 
         >>> round(TASKS["digits"].worse_by(0.90, than=0.95), 3)
         0.05
@@ -67,11 +68,12 @@ class Task:
         return score - than if self.measure == "loss" else than - score
 
     def make_model(self, seed: int) -> nn.Module:
+        """Return a model with the weights that the seed gives."""
         torch.manual_seed(seed)
         return self.build()
 
 
-class Table:
+class SampleTable:
     """Samples as two tensors."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
@@ -81,13 +83,16 @@ class Table:
         return len(self.targets)
 
     def take(self, indices: list[int] | Tensor) -> Batch:
+        """Return inputs and targets of some samples."""
         chosen = torch.as_tensor(indices)
         return self.inputs[chosen], self.targets[chosen]
 
 
-def make_partition(task: Task, split: str, seed: int) -> Partition:
-    """Who reads what: ``iid`` (SelDP), ``own chunks`` (DefDP), ``labels`` (each worker knows two or three of ten only),
-    ``labels, injected`` (half of the workers share half of a batch; they read it themselves, no byte is counted).
+def make_partition(task: LearningTask, split: str, seed: int) -> Partition:
+    """Return which samples each worker reads.
+
+    ``iid`` is SelDP, ``own chunks`` DefDP. With ``labels`` each worker knows two or three of ten labels only. With
+    ``labels, injected`` half of the workers share half of a batch; they read it themselves, no byte is counted.
     """
     data, _ = task.data()
     if split == "iid":
@@ -98,20 +103,22 @@ def make_partition(task: Task, split: str, seed: int) -> Partition:
     return Injection(base=labels, alpha=0.5, beta=0.5, seed=seed) if split == "labels, injected" else labels
 
 
-def windows_table(windows: Windows) -> Table:
+def windows_table(windows: Windows) -> SampleTable:
+    """Return windows of text as a table."""
     pairs = [windows[i] for i in range(len(windows))]
-    return Table(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
+    return SampleTable(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
 
 
 @cache
-def text_data() -> tuple[Table, Table]:
+def text_data() -> tuple[SampleTable, SampleTable]:
+    """Return text to train on, and some that is held out."""
     train, held_out = (windows_table(each) for each in standard_library(window=GPT.window))
     few = torch.arange(0, len(held_out), max(1, len(held_out) // HELD_OUT))[:HELD_OUT]  # from all of it
-    return train, Table(*held_out.take(few))
+    return train, SampleTable(*held_out.take(few))
 
 
-def draw_digits(count: int, seed: int) -> Table:
-    """Digits somewhere on images of 10x8, in noise: those of ``examples/digits.py``, drawn all at once.
+def draw_digits(count: int, seed: int) -> SampleTable:
+    """Return digits somewhere on images of 10x8, in noise: those of ``examples/digits.py``, drawn all at once.
 
     >>> table = draw_digits(3, seed=0)
     >>> table.inputs.shape, len(table)
@@ -127,15 +134,17 @@ def draw_digits(count: int, seed: int) -> Table:
     images = NOISE * torch.randn(count, 1, 10, 8, generator=dice)
     for n, (digit, (y, x)) in enumerate(zip(digits.tolist(), places.tolist(), strict=True)):
         images[n, 0, y : y + 7, x : x + 5] += ink[n] * glyphs[digit]
-    return Table(images, digits)
+    return SampleTable(images, digits)
 
 
 @cache
-def digit_data() -> tuple[Table, Table]:
+def digit_data() -> tuple[SampleTable, SampleTable]:
+    """Return digits to train on, and some that are held out."""
     return draw_digits(DIGITS, seed=1), draw_digits(TEST_DIGITS, seed=2)
 
 
 def build_reader() -> nn.Module:
+    """Return the network that reads digits."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.GELU(),
@@ -150,13 +159,14 @@ def build_reader() -> nn.Module:
 
 
 def share_right(scores: Tensor, target: Tensor) -> Tensor:
+    """Return the share of right answers."""
     return (scores.argmax(1) == target).float().mean()
 
 
 TASKS = {
     task.name: task
     for task in (
-        Task(
+        LearningTask(
             name="gpt",
             measure="loss",
             steps=120,
@@ -171,7 +181,7 @@ TASKS = {
             loss=next_byte_loss,
             score=next_byte_loss,
         ),
-        Task(
+        LearningTask(
             name="digits",
             measure="accuracy",
             steps=200,
@@ -191,7 +201,8 @@ TASKS = {
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module) -> float:
+def evaluate(task: LearningTask, model: nn.Module) -> float:
+    """Return the score of a model on held-out data."""
     _, held_out = task.data()
     total = 0.0
     for first in range(0, len(held_out), 128):

@@ -1,4 +1,4 @@
-"""Learning rates for ``bench sync``: a small grid for each method, without any limit, with a seed of its own."""
+"""Search for learning rates of ``bench sync``: a small grid for each method, no limit on the network."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from dataclasses import dataclass
 
 from bench.replicas.methods import Method
 from bench.replicas.network import loopback
-from bench.replicas.processes import Broken, Outcome, Run, Workers, gather, workers
+from bench.replicas.processes import SyncOutcome, SyncRun, WorkerFailed, Workers, gather, workers
 from bench.replicas.schedule import MOST, ONCE, WORKERS
-from bench.replicas.tasks import TASKS, Task
+from bench.replicas.tasks import TASKS, LearningTask
 from bench.running import BENCH
 
 GRID = {"gpt": (1e-3, 1.5e-3, 2.2e-3), "digits": (8e-3, 16e-3, 32e-3)}
-SEED = 1000
-SHARE = 0.5  # of the task's steps
-PATIENCE = 120.0
+TUNING_SEED = 1000  # far from the seeds of the races
+SHARE = 0.5  # of the task's steps, enough to rank rates
+RUN_SECONDS = 120.0  # limit for one run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    task: Task
+    """One learning rate of a method."""
+
+    task: LearningTask
     method: Method
     lr: float
 
-    def run(self) -> Run:
-        return Run(
+    def run(self) -> SyncRun:
+        """Return the run that tries it."""
+        return SyncRun(
             task=self.task.name,
             split="iid",
             rate=None,
-            seed=SEED,
+            seed=TUNING_SEED,
             method=self.method.name,
             kind=self.method.kind,
             settings=dict(self.method.settings),
@@ -40,7 +43,7 @@ class Trial:
 
 
 def trials() -> Iterator[Trial]:
-    """The first method of each name that rates are kept under."""
+    """Return the trials of the first method of each name in ``RATES``."""
     methods = {method.tuned_as: method for method in reversed((*MOST, *ONCE)) if method.matched is None}
     for name, rates in GRID.items():
         for method in methods.values():
@@ -49,7 +52,7 @@ def trials() -> Iterator[Trial]:
 
 
 def tune(*, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """The best rate of each method for each task, written under ``.bench/`` for whoever keeps ``RATES``."""
+    """Return the best rate of each method for each task, and write them to ``.bench/sync-rates.json``."""
     BENCH.mkdir(exist_ok=True)
     found: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in GRID}
     with loopback(WORKERS) as network, workers(network, BENCH / "sync-workers.log") as running:
@@ -66,8 +69,8 @@ def tune(*, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
 def _badness(trial: Trial, running: Workers, say: Callable[[str], None]) -> float | None:
     run = trial.run()
     try:
-        said = running.run(run, patience=PATIENCE)
-    except Broken as e:
+        said = running.run(run, patience=RUN_SECONDS)
+    except WorkerFailed as e:
         say(str(e))
         return None
     outcome = gather(run, said, every=trial.task.every, counts_all=True, capped=False)
@@ -76,12 +79,12 @@ def _badness(trial: Trial, running: Workers, say: Callable[[str], None]) -> floa
     return value
 
 
-def _last(outcome: Outcome) -> float:
+def _last(outcome: SyncOutcome) -> float:
     return outcome.scores[-1]
 
 
-def badness(task: Task, scores: Sequence[float]) -> float:
-    """How badly it went over the last third of the evaluations: one alone would be noise.
+def badness(task: LearningTask, scores: Sequence[float]) -> float:
+    """Return the mean badness over the last third of the evaluations, as one alone is noisy.
 
     >>> badness(TASKS["gpt"], [9.0, 9.0, 3.0])
     3.0

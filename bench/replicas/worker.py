@@ -1,8 +1,7 @@
-"""One worker of ``bench sync``: reads runs from its standard input, a JSON object each, and writes what came out.
+"""Worker process of ``bench sync``: reads runs from its standard input, a JSON object each, and writes results.
 
-A run is never disturbed by measuring it: at each evaluation a worker notes the time and the bytes it has sent, and
-keeps a copy of its weights in memory. When the run is over, all hand their copies to each other as files in
-memory, and evaluate what their averages knew.
+Measuring does not disturb a run. At each evaluation a worker notes the time and the bytes it has sent, and copies its
+weights in memory. After the run all workers exchange their copies as files in memory, and evaluate the averages.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.replicas.methods import make_policy
 from bench.replicas.network import read_sent
-from bench.replicas.tasks import TASKS, Task, evaluate, make_partition
+from bench.replicas.tasks import TASKS, LearningTask, evaluate, make_partition
 
-WARM_UP = 10  # steps in which the learning rate rises
-PATIENCE = 120.0  # seconds for the others' files
+WARM_UP_STEPS = 10  # in which the learning rate rises from 0
+FILE_SECONDS = 120.0  # limit for the other workers' files to come
 
 
 class Notes:
-    """What a worker writes down while it trains."""
+    """Notes of a worker while it trains: times, bytes, and copies of its weights."""
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self._parameters = [p.detach() for p in model.parameters()]
@@ -47,17 +46,18 @@ class Notes:
         self.synchronised: list[int] = []
 
     def evaluate(self) -> None:
-        """Looks at the clock and the counter; the rest is for later."""
+        """Note the time, the bytes and the weights; they are evaluated after training."""
         self.times.append(time.monotonic())
         self.sent.append(self.sent_now())
         self.copies.append(torch.cat([p.flatten() for p in self._parameters]))
 
     def sent_now(self) -> int:
+        """Return the bytes sent since training began."""
         return read_sent(self._device) - self._sent_before
 
 
-class Training:
-    """The bare loop that all methods share."""
+class ReplicaTraining:
+    """Plain training loop that all methods share."""
 
     def __init__(self, run: dict[str, Any], rank: int, workers: int) -> None:
         self.task = TASKS[run["task"]]
@@ -68,8 +68,9 @@ class Training:
         self.lr, self.rank, self.workers, self.steps = run["lr"], rank, workers, run["steps"]
 
     def one_step(self, forward: Callable[[Tensor], Tensor], step: int) -> None:
+        """Train one step; ``forward`` computes the output."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * min(1.0, (step + 1) / WARM_UP)
+            group["lr"] = self.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
         mine = self.partition.samples(step, self.rank, workers=self.workers, batch=self.task.batch)
         inputs, targets = self.data.take(mine)
         self.optimizer.zero_grad(set_to_none=True)
@@ -77,11 +78,13 @@ class Training:
         self.optimizer.step()
 
     def is_evaluated(self, step: int) -> bool:
+        """Tell whether an evaluation follows this step."""
         return (step + 1) % self.task.every == 0 or step + 1 == self.steps
 
 
 def train(run: dict[str, Any], rank: int, workers: int, device: str) -> dict[str, Any]:
-    training = Training(run, rank, workers)
+    """Train a run as one of its workers; return its measurements."""
+    training = ReplicaTraining(run, rank, workers)
     with _group(run, rank, workers):
         train_by = _with_ddp if run["kind"] in ("BSP", "PowerSGD") else _with_policy
         notes = train_by(training, run, device)
@@ -102,7 +105,7 @@ def train(run: dict[str, Any], rank: int, workers: int, device: str) -> dict[str
 
 @contextmanager
 def _group(run: dict[str, Any], rank: int, workers: int) -> Iterator[None]:
-    """A fresh one for each run: nothing that one method left behind reaches the next."""
+    """Make a process group for one run, so that nothing of one method reaches the next."""
     store = dist.FileStore(str(Path(run["folder"], "store")), workers)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
     try:
@@ -112,7 +115,7 @@ def _group(run: dict[str, Any], rank: int, workers: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _with_ddp(training: Training, run: dict[str, Any], device: str) -> Notes:
+def _with_ddp(training: ReplicaTraining, run: dict[str, Any], device: str) -> Notes:
     model = DistributedDataParallel(training.model, **run["settings"].get("ddp", {}))
     if run["kind"] == "PowerSGD":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -129,7 +132,7 @@ def _with_ddp(training: Training, run: dict[str, Any], device: str) -> Notes:
     return notes
 
 
-def _with_policy(training: Training, run: dict[str, Any], device: str) -> Notes:
+def _with_policy(training: ReplicaTraining, run: dict[str, Any], device: str) -> Notes:
     policy: Any = make_policy(run["kind"], run["settings"])
     with policy.around(training.model, training.optimizer, seed=run["seed"]) as loop:
         dist.barrier()
@@ -144,9 +147,9 @@ def _with_policy(training: Training, run: dict[str, Any], device: str) -> Notes:
 
 
 def _evaluate_averages(
-    task: Task, model: nn.Module, copies: np.ndarray[Any, Any], folder: Path, rank: int, workers: int
+    task: LearningTask, model: nn.Module, copies: np.ndarray[Any, Any], folder: Path, rank: int, workers: int
 ) -> dict[int, float]:
-    """What the mean of all workers' weights scored, at those evaluations that fall to this worker."""
+    """Return the scores of the mean of all workers' weights, at every n-th evaluation."""
     mine = folder / f"{rank}.npy"
     with Path(f"{mine}.part").open("wb") as file:
         np.save(file, copies, allow_pickle=False)
@@ -157,7 +160,7 @@ def _evaluate_averages(
 
 
 def _read(path: Path) -> np.ndarray[Any, Any]:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + FILE_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} never came")
@@ -166,13 +169,13 @@ def _read(path: Path) -> np.ndarray[Any, Any]:
     return found
 
 
-def _score_of(task: Task, model: nn.Module, weights: np.ndarray[Any, Any]) -> float:
+def _score_of(task: LearningTask, model: nn.Module, weights: np.ndarray[Any, Any]) -> float:
     nn.utils.vector_to_parameters(torch.from_numpy(np.array(weights)), model.parameters())
     return evaluate(task, model)
 
 
 def _listen(runs: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Whoever has started this worker is gone when its pipe ends; then nobody is to wait for anybody."""
+    """Read runs until the pipe ends: then the parent is gone, and this process ends too."""
     for line in sys.stdin:
         runs.put(json.loads(line))
     os._exit(0)

@@ -49,7 +49,7 @@ def test_it_ends_with_the_weights_of_a_plain_run(tmp_path: Path, undisturbed: An
     assert result.sha256 == undisturbed(STEPS).sha256
     assert result.losses == undisturbed(STEPS).losses
     assert_every_worker_commits_each_step_once(result)
-    done = [(event["worker"], event["step"]) for event in result.of("vote")]
+    done = [(event["worker"], event["step"]) for event in result.of("block-step")]
     again = {step for worker, step in done if done.count((worker, step)) > 1}
     assert again >= ({4, 5} if kill else set()), "a block is lost as a whole"
     assert again <= ({4, 5, 6, 7} if kill else set())

@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 
-from bench.pipelines.entries import Shape
+from bench.pipelines.entries import PipelineShape
 from bench.races import log
 from bench.report import Bar
+from bench.running import cpu_of_turns
 from holdfast.errors import HoldfastError
 
 # A record has 16 kB: beside it, what describes a tensor is little.
-SMALL = Shape(model="gpt", layers=4, width=64, seq=32, micro_batch=2, micro_batches=4)
+SMALL = PipelineShape(model="gpt", layers=4, width=64, seq=32, micro_batch=2, micro_batches=4)
 
 
+@pytest.mark.thorough("its parts are tested below, on what a run leaves behind")
 def test_a_small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both logs have the bytes that the plan says, one in memory and one on disk; turns and CPU time are counted."""
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    results, bars = log.race(rounds=2, say=said.append, sizes=log.Sizes(shape=SMALL, stages=(2,), burst=2))
+    results, bars = log.race(rounds=2, say=said.append, sizes=log.LogSizes(shape=SMALL, stages=(2,), burst=2))
     rows = [results[f"2 stages: {name}"] for name in (log.NONE, log.MEMORY, log.DISK)]
     assert all(row["step_ms"]["median"] > 0 and row["cpu_ms"]["median"] > 0 for row in rows)
     assert "of_none" not in rows[0]
@@ -49,28 +51,28 @@ def run_folder(folder: Path, held: dict[str, list[int]], *, predicted: int, usel
     return folder
 
 
-def bars_of(kept: log.Kept, speed: float = 1.0) -> dict[str, Bar]:
+def bars_of(kept: log.KeptBytes, speed: float = 1.0) -> dict[str, Bar]:
     return log._bars("a log", {log.NONE: [1.0, 1.0], "a log": [1 / speed, 1 / speed]}, kept)
 
 
 def test_what_was_kept_is_read_and_judged(tmp_path: Path) -> None:
     held = {"0.0": [0, 100, 0, 100, 0], "0.1": [0, 50, 0, 50, 0]}  # a checkpoint after every other step
-    kept = log.Kept.read(run_folder(tmp_path / "good", held, predicted=149), burst=2)
+    kept = log.KeptBytes.read(run_folder(tmp_path / "good", held, predicted=149), burst=2)
     assert (kept.measured, kept.spilled, kept.usable) == (150.0, 0.5, True)
     assert all(bar.ok for bar in bars_of(kept).values())
     # Each can fail:
-    wrong = log.Kept.read(run_folder(tmp_path / "wrong", held, predicted=140), burst=2)
+    wrong = log.KeptBytes.read(run_folder(tmp_path / "wrong", held, predicted=140), burst=2)
     assert [name for name, bar in bars_of(wrong).items() if not bar.ok] == ["a log, bytes beside the predicted"]
-    given_up = log.Kept.read(run_folder(tmp_path / "up", held, predicted=149, useless=3), burst=2)
+    given_up = log.KeptBytes.read(run_folder(tmp_path / "up", held, predicted=149, useless=3), burst=2)
     assert [name for name, bar in bars_of(given_up).items() if not bar.ok] == ["a log, never given up"]
     assert [name for name, bar in bars_of(kept, speed=0.96).items() if not bar.ok] == ["a log, speed"]
 
 
 def test_a_plan_without_a_profile_predicts_nothing(tmp_path: Path) -> None:
-    kept = log.Kept.read(run_folder(tmp_path / "run", {"0.0": [1, 2]}, predicted=0), burst=2)
+    kept = log.KeptBytes.read(run_folder(tmp_path / "run", {"0.0": [1, 2]}, predicted=0), burst=2)
     assert not bars_of(kept)["a log, bytes beside the predicted"].ok
     with pytest.raises(HoldfastError, match="nothing was logged"):
-        log.Kept.read(run_folder(tmp_path / "none", {}, predicted=5), burst=2)
+        log.KeptBytes.read(run_folder(tmp_path / "none", {}, predicted=5), burst=2)
 
 
 def test_cpu_time_is_of_all_workers_and_of_whole_turns() -> None:
@@ -83,6 +85,6 @@ def test_cpu_time_is_of_all_workers_and_of_whole_turns() -> None:
     two = worker(
         2, ("go", 0, 0.0), ("step", 1, 2.0), ("step", 2, 4.0), ("go", 2, 4.0), ("step", 3, 4.5), ("step", 4, 5.0)
     )
-    assert log.cpu_of_turns([*one, *two], 2) == [3.0, 1.0]  # what is spent between two turns is not a step's
+    assert cpu_of_turns([*one, *two], 2) == [3.0, 1.0]  # what is spent between two turns is not a step's
     waiting = worker(1, ("go", 4, 10.0))
-    assert log.cpu_of_turns([*one, *two, *waiting], 2) == [3.0, 1.0]
+    assert cpu_of_turns([*one, *two, *waiting], 2) == [3.0, 1.0]

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from bench.races import planner
-from bench.races.planner import MODELS, Sizes, failures, with_minimum
+from bench.races.planner import MODELS, PlannerSizes, failures, with_minimum
 from bench.report import publish
 from holdfast.plan.planner import PipelinePlan, make_plan
 from holdfast.plan.profile import Profile
 from holdfast.plan.template import make_templates
 
-SMALL = Sizes(published=(8, 8), large=(12, 40), layers=(4, 8), nodes=(10, 40))
+SMALL = PlannerSizes(published=(8, 8), large=(12, 40), layers=(4, 8), nodes=(10, 40))
 
 
 def test_a_small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    lines: list[str] = []
-    results, bars = planner.race(rounds=2, say=lines.append, sizes=SMALL)
-    assert publish("planner", results, bars, columns=planner.COLUMNS, as_json=True)
+    monkeypatch.setattr(planner, "TURNS", 1)
+    results, bars = planner.race(rounds=1, say=lambda text: None, sizes=SMALL)
+    publish("planner", results, bars, columns=planner.COLUMNS, as_json=True)
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(printed["bars"]) == 4
     for kind in MODELS:
@@ -51,7 +51,7 @@ def test_the_bars_are_missed_by_a_slow_planner() -> None:
         "after a failure, equal: 2 lost": [0.06, 0.06, 5.0],
         "after a failure, random: one lost": [0.2],
     }
-    bars = planner._bars(times, Sizes())
+    bars = planner._bars(times, PlannerSizes())
     assert [bar.ok for bar in bars.values()] == [False, True, True, False]
     assert bars["templates, 96 layers on 24x8, s"].value == 2.5
 

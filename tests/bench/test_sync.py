@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from bench.races import sync
 from bench.replicas import findings, methods, network, sync_pictures, tasks
-from bench.replicas.processes import Broken, Outcome, Run, Workers, gather, workers
+from bench.replicas.processes import SyncOutcome, SyncRun, WorkerFailed, Workers, gather, workers
 from bench.replicas.schedule import BSP, FULL, LOCAL, MATCHED, OURS, QUICK, SEED, Turn, order
 from bench.report import Bar
 
-RUN = Run(task="digits", split="iid", rate=None, seed=0, method="BSP (DDP)", kind="BSP", settings={}, lr=8e-3, steps=12)
+RUN = SyncRun(
+    task="digits", split="iid", rate=None, seed=0, method="BSP (DDP)", kind="BSP", settings={}, lr=8e-3, steps=12
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         yield made
 
 
-def train(running: Workers, run: Run) -> Outcome:
+def train(running: Workers, run: SyncRun) -> SyncOutcome:
     said = running.run(run, patience=60)
     return gather(run, said, every=8, counts_all=running.network.counts_all, capped=False)
 
@@ -62,9 +64,10 @@ def test_the_same_run_gives_the_same_weights(running: Workers) -> None:
     assert train(running, local).scores != train(running, replace(local, seed=1)).scores
 
 
+@pytest.mark.thorough("starts its workers anew; a run that ends well is tested above")
 def test_a_worker_that_breaks_is_said(running: Workers) -> None:
     """The next run has new workers."""
-    with pytest.raises(Broken, match="broke off: worker"):
+    with pytest.raises(WorkerFailed, match="broke off: worker"):
         running.run(replace(RUN, kind="LocalSGD", settings={"every": -1}), patience=60)
     assert running.processes == []
     assert train(running, RUN).synchronised == list(range(12))
@@ -129,10 +132,10 @@ def test_who_reads_what() -> None:
 # --- the report ------------------------------------------------------------------------------------
 
 
-def outcome_of(method: methods.Method, *, seconds: float, sent: int = 1_000_000, final: float = 0.98) -> Outcome:
+def outcome_of(method: methods.Method, *, seconds: float, sent: int = 1_000_000, final: float = 0.98) -> SyncOutcome:
     """Half way between the two evaluations it is at the target, 0.96."""
     run = replace(RUN, method=method.name, kind=method.kind, rate=20, steps=16)
-    return Outcome(
+    return SyncOutcome(
         run=run,
         at=[8, 16],
         seconds=[0.0, 2 * seconds],
@@ -156,7 +159,7 @@ def test_the_target_is_reached_between_evaluations() -> None:
     assert findings.reach(outcome_of(BSP, seconds=1.0, final=0.9)) is None
 
 
-def verdicts(*outcomes: Outcome) -> list[bool]:
+def verdicts(*outcomes: SyncOutcome) -> list[bool]:
     bars: dict[str, Bar] = findings.bars_of(outcomes)
     return [bar.ok for bar in bars.values()]
 

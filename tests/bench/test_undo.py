@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from bench.pipelines.entries import Shape
+from bench.pipelines.entries import PipelineShape
 from bench.pipelines.update_entry import held_bytes
 from bench.races import undo
 
@@ -21,14 +20,8 @@ def test_memory_counts_each_tensor_once_and_forgets_what_is_gone() -> None:
     assert held_bytes() == before
 
 
-def test_processor_time_is_that_of_the_turn_alone() -> None:
-    lines = [{"cpu": 9.0 + worker, "go": 10, "worker": worker} for worker in range(2)]
-    lines += [{"cpu": 1.0, "go": 0}, {"cpu": 14.0, "step": 20, "worker": 0}, {"cpu": 13.0, "step": 20, "worker": 1}]
-    assert undo._work(lines, 20) == pytest.approx((14.0 - 9.0 + 13.0 - 10.0) / 2 / undo.BURST)
-
-
 def test_an_undo_is_timed_beside_its_update() -> None:
-    found = undo.undo_times(Shape(model="wide", layers=2, width=8), rounds=3)
+    found = undo.undo_times(PipelineShape(model="wide", layers=2, width=8), rounds=3)
     assert all(len(values) == 3 and min(values) > 0 for values in found.values())
 
 

@@ -1,4 +1,4 @@
-"""The cluster of a world: a coordinator with the real roster, agents, and workers' lines to it. All of it simulated time.
+"""The cluster of a world: a coordinator with the real roster, agents, and workers' lines to it, in simulated time.
 
 Connections to the coordinator are late, keep their order, and may break. A coordinator that crashes comes back with
 a new roster, and everybody connects again.
