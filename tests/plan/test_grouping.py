@@ -8,12 +8,13 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.plan import grouping
 from holdfast.plan.grouping import Grouping, choose_groups, longest_interval
+from tests.plan import judge
 
 
 def expected(groups: Sequence[range], seconds: Sequence[float], sizes: Sequence[int], bandwidth: float) -> float:
@@ -99,7 +100,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
         "budget": 1450080,
     }
 )
-@settings(deadline=None, max_examples=150)
+@judge.examples(60)
 def test_equal_to_brute_force(case: dict) -> None:
     chosen = choose_groups(**case)
     least, kept = brute_force(*case.values())
@@ -112,7 +113,7 @@ def test_equal_to_brute_force(case: dict) -> None:
 
 
 @given(cases(), st.integers(2, 4))
-@settings(deadline=None, max_examples=50)
+@judge.examples(25)
 def test_stages_of_one_node_stay_together(case: dict, together: int) -> None:
     chosen = choose_groups(**case, stages_per_node=together)
     assert chosen.seconds == pytest.approx(brute_force(*case.values(), together)[0], rel=1e-9)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
@@ -71,7 +71,7 @@ def plan_for(
 
 
 @given(cases(14))
-@settings(deadline=None, max_examples=80)
+@judge.examples(30)
 def test_no_composition_is_faster(case: tuple[Templates, list[str], int]) -> None:
     templates, nodes, micro_batches = case
     steps = all_steps(templates, len(nodes), micro_batches)
@@ -82,7 +82,7 @@ def test_no_composition_is_faster(case: tuple[Templates, list[str], int]) -> Non
 
 
 @given(cases(14))
-@settings(deadline=None, max_examples=80)
+@judge.examples(30)
 def test_too_few_micro_batches_name_the_nearest_number(case: tuple[Templates, list[str], int]) -> None:
     """The fewest pipelines that can be formed of the nodes are the fewest micro-batches."""
     templates, nodes, _ = case
@@ -95,7 +95,7 @@ def test_too_few_micro_batches_name_the_nearest_number(case: tuple[Templates, li
 
 
 @given(cases(6), st.integers(0, 10**6), st.booleans())
-@settings(deadline=None, max_examples=120)
+@judge.examples(50)
 def test_no_equally_fast_plan_moves_fewer_bytes(
     case: tuple[Templates, list[str], int], seed: int, after_a_plan: bool
 ) -> None:
@@ -136,7 +136,7 @@ def test_control_ties_are_real() -> None:
 
 
 @given(cases(10), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=60)
+@judge.examples(30)
 def test_the_order_of_the_nodes_does_not_matter(case: tuple[Templates, list[str], int], rng: random.Random) -> None:
     templates, nodes, _ = case
     shuffled = rng.sample(nodes, len(nodes))
@@ -174,7 +174,7 @@ def test_every_process_makes_the_same_plan() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "2")
+        for seed in ("0", "1")
     }
     assert len(said) == 1
     assert "host-0" in said.pop()

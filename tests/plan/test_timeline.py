@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.plan.timeline import StageTimes, makespan, one_forward_one_backward, simulate
@@ -29,7 +29,7 @@ def test_the_schedule_is_1f1b(stages: int, count: int) -> None:
 
 
 @given(pipelines, micro_batches)
-@settings(deadline=None, max_examples=150)
+@judge.examples(50)
 def test_simulation_and_recurrence_equal_the_judge(times: list[judge.Times], count: int) -> None:
     spans = simulate(stages_of(times), count)
     mine = {(stage, kind, number): (start, end) for stage, kind, number, start, end in judge.run_1f1b(times, count)}
@@ -41,7 +41,7 @@ def test_simulation_and_recurrence_equal_the_judge(times: list[judge.Times], cou
 
 
 @given(pipelines, micro_batches)
-@settings(deadline=None, max_examples=50)
+@judge.examples(25)
 def test_a_worker_does_one_thing_at_a_time_and_waits_for_its_input(times: list[judge.Times], count: int) -> None:
     spans = simulate(stages_of(times), count)
     ends = {(span.stage, span.kind, span.micro_batch): span.end for span in spans}
@@ -55,7 +55,7 @@ def test_a_worker_does_one_thing_at_a_time_and_waits_for_its_input(times: list[j
 
 
 @given(pipelines, micro_batches)
-@settings(deadline=None, max_examples=50)
+@judge.examples(25)
 def test_one_more_micro_batch_is_never_faster(times: list[judge.Times], count: int) -> None:
     stages = stages_of(times)
     assert makespan(stages, count) <= makespan(stages, count + 1) + 1e-9
