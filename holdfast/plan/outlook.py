@@ -141,7 +141,7 @@ def _fewer(templates: Templates, plan: PipelinePlan, left: int, *, most: int, sl
 def after_losses(
     templates: Templates, plan: PipelinePlan, count: int, *, most: int, slack: float = 0.0
 ) -> LossesAtOnce:
-    """Plan for each kind of losing ``count`` nodes at once; of more than ``most`` kinds, for some, the nasty ones first."""
+    """Plan for each kind of losing ``count`` nodes at once; if there are more than ``most`` kinds, for some of them."""
     groups = groups_of(plan)
     found = list(islice(_all_hits(groups, count), most + 1)) if _few_hits(groups, count) else []
     complete = 0 < len(found) <= most

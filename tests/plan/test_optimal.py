@@ -16,8 +16,9 @@ from holdfast.plan.profile import Profile, uniform
 from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.plan.stage_cut import LowerBounds, best_cut
 from holdfast.plan.template import Template, make_templates
-from holdfast.plan.timeline import makespan, simulate
+from holdfast.plan.timeline import simulate
 from tests.plan import judge
+from tests.plan.test_timeline import makespan
 
 families = st.sampled_from(sorted(judge.FAMILIES))
 seeds = st.integers(0, 10**6)

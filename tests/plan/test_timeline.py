@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.timeline import StageTimes, makespan, one_forward_one_backward, simulate
+from holdfast.plan.timeline import StageTimes, last_ends, one_forward_one_backward, simulate
 from tests.plan import judge
 
 seconds = st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0, 10)
 pipelines = st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=8)
 micro_batches = st.integers(1, 24)
+
+
+def makespan(stages: Sequence[StageTimes], micro_batches: int) -> float:
+    """The end of the last operation, by the recurrence."""
+    forward = np.array([times.forward + times.send_forward for times in stages])
+    backward = np.array([times.backward + times.send_backward for times in stages])
+    return float(last_ends(forward, backward, np.array([micro_batches]))[0, 0])
 
 
 def stages_of(times: list[judge.Times]) -> list[StageTimes]:
