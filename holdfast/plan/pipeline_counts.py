@@ -234,7 +234,7 @@ class _Equals:
     looked: int = 0  # branches entered
 
     def go(self, place: int, nodes: int, micro_batches: int, chosen: Composition) -> None:
-        """Try every number of pipelines of the size at ``place``, with so many nodes and micro-batches left to cover."""
+        """Try all numbers of pipelines of the size at ``place``, with so many nodes and micro-batches left to cover."""
         self.looked += 1
         if nodes == 0:
             count = sum(chosen.values())

@@ -136,7 +136,7 @@ class LowerBounds:
         )
 
     def occupied(self, cut: tuple[int, ...]) -> tuple[Vector, Vector, Vector]:
-        """Return for each stage of a cut the seconds of a forward and a backward, with sends, and after the last one."""
+        """Return each stage's seconds of a forward and a backward with sends, and after the last backward."""
         at = np.array(cut)
         place = np.arange(self.chain.stages)
         forward = np.diff(self.costs.forward[at]) + self.sends[place + 1, 0, at[1:]]

@@ -1,4 +1,4 @@
-"""How long holdfast itself takes to go on after a loss: measured on this machine, and where the number is from."""
+"""Seconds that holdfast takes to recover from a loss: given by the user, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, UsageError
 
 BENCH = Path(".bench")  # where `holdfast bench` writes
-WORKERS, KILLS = 3, 3
+WORKERS, KILLS = 3, 3  # of the measurement: small, so that it takes some seconds only
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Seconds beyond the step that is done again, and where that is from."""
+    """Seconds of a recovery beyond the step that is done again, and a sentence about where the number comes from."""
 
     seconds: float
     source: str
 
 
 def given(milliseconds: float) -> Recovery:
-    """What the user says.
+    """Return the recovery time that the user gives.
 
     >>> given(40.0)
     Recovery(seconds=0.04, source='40 ms beyond the step that is done again, as given by --recovery-ms')
@@ -37,7 +37,11 @@ def given(milliseconds: float) -> Recovery:
 
 
 def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
-    """What `holdfast bench recovery` found on this machine; without it, a few workers are killed now, once."""
+    """Return the time that the recovery bench measured on this machine; without one, kill a few workers now.
+
+    ``say`` gets sentences about the progress; ``bench`` is the folder of the bench's results. Raises UsageError if the
+    result cannot be written there, HoldfastError if the measurement fails.
+    """
     raced, own = bench / "recovery.json", bench / "simulate-recovery.json"
     found = _from_file(raced, "holdfast bench recovery") or _from_file(own, "holdfast simulate")
     if found is not None:
@@ -53,7 +57,7 @@ def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
 
 
 def _check_writable(path: Path) -> None:
-    """Before anybody is killed."""
+    """Raise UsageError if a file cannot be written, before any time is spent on measuring."""
     try:
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -72,8 +76,8 @@ def _from_file(path: Path, by: str) -> Recovery | None:
         median, low, high = float(row["median"]), float(row["low"]), float(row["high"])
         date = datetime.fromtimestamp(path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # no such file, or another bench's: it is measured anew
-    # A median below zero is noise of a shared machine: nothing takes less than no time.
+        return None  # no such file, or one of another bench: measure again
+    # A median below zero is noise of a shared machine.
     used = max(median, 0.0)
     found = f"median {median:.0f}, " if median < 0 else ""
     several = f"{workers} workers" if isinstance(workers, int) else "a few workers"

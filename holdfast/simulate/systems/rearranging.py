@@ -1,4 +1,4 @@
-"""Systems that go on with whoever is left: Oobleck, holdfast, Varuna, plain checkpoint-restart, and the ideal."""
+"""Rules of systems that rearrange the nodes left: Oobleck, holdfast, Varuna, checkpoint-restart, and the ideal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from holdfast.simulate.measured_tables import ModelFacts, Speeds
 from holdfast.simulate.trace import Trace
 from holdfast.words import count
 
+# Rearranges nodes, given those that are up and the arrangement before.
 Arrange = Callable[[tuple[str, ...], NodeArrangement | None], NodeArrangement]
 
 
 def by_table(speeds: Speeds, *, moving: float = 0.0) -> Arrange:
-    """As fast as the table says for so many nodes, whoever they are; every change moves layers for so many seconds.
+    """Return a function that arranges nodes by a table of throughput; nodes that came first train.
 
-    Those that came first train.
+    ``moving`` are the seconds in which each change moves layers.
 
     >>> by_table(Speeds({2: 8.0}), moving=1.5)(("a", "b", "c"), None)
     NodeArrangement(samples_per_s=8.0, used=2, moving=1.5, memory=('a', 'b'))
@@ -32,7 +33,7 @@ def by_table(speeds: Speeds, *, moving: float = 0.0) -> Arrange:
 
 
 def known(facts: ModelFacts, system: str) -> Speeds:
-    """The system's throughput; asked only of systems that have the memory for the model."""
+    """Return a system's throughput. The system must have the memory for the model."""
     speeds = facts.speeds[system]
     assert speeds is not None, f"{facts.model} is out of memory on {system}"
     return speeds
@@ -40,27 +41,27 @@ def known(facts: ModelFacts, system: str) -> Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rearranging:
-    """Rules: when a node is lost, work since the last boundary is; then a pause, then on with those left.
+    """Rules: after a loss the work since the last boundary is lost; after a pause, the nodes left train on.
 
-    Who joins is waited for by nobody: it is taken in at the next boundary, so that nothing is lost. Below the
-    fewest nodes training stands still, and goes on with a restart. ``NodeArrangement.memory`` has the nodes that train.
+    Nodes that join are taken in at the next boundary, so that no work is lost. With too few nodes training stands
+    still, and goes on with a restart. ``NodeArrangement.memory`` has the nodes that train. Pauses are in seconds.
     """
 
     arrange: Arrange
     boundary_samples: float
     boundary_seconds: float = 0.0
     creation: float = 0.0
-    on_loss: float = 0.0  # seconds, beside what moving layers takes
-    on_join: float = 0.0
-    from_nothing: float = 0.0  # when training has stood still for lack of nodes
-    why: str = ""
+    on_loss: float = 0.0  # pause after a loss, besides moving layers
+    on_join: float = 0.0  # pause for a join, besides moving layers
+    from_nothing: float = 0.0  # pause after training has stood still for lack of nodes
+    why: str = ""  # name of a pause
 
     def begin(self, moment: Moment) -> NodeArrangement:
         return self.arrange(tuple(moment.live), None)
 
     def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
         if layout.samples_per_s and not any(node in layout.memory for node in moment.lost):
-            return self.join(layout, moment)  # who is lost only waited
+            return self.join(layout, moment)  # only waiting nodes are lost
         then = self.arrange(tuple(moment.live), layout)
         if not then.samples_per_s:
             return Reaction(then=then)
@@ -70,7 +71,7 @@ class Rearranging:
     def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
         then = self.arrange(tuple(moment.live), layout)
         if (then.samples_per_s, then.used) == (layout.samples_per_s, layout.used):
-            return Reaction(then=None, at_boundary=True)  # nothing to be gained: it waits
+            return Reaction(then=None, at_boundary=True)  # nothing is gained: the new nodes wait
         pause = self.from_nothing if moment.started else 0.0
         if layout.samples_per_s:
             pause = self.on_join + then.moving
@@ -78,7 +79,7 @@ class Rearranging:
 
 
 def oobleck(facts: ModelFacts, *, arrange: Arrange | None = None) -> Rearranging:
-    """The running step is lost; reconfiguring takes what was measured, for a loss as for a join."""
+    """Return Oobleck's rules: a loss undoes the running step; losses and joins pause for the measured time."""
     return Rearranging(
         arrange=arrange or by_table(known(facts, "oobleck")),
         boundary_samples=facts.samples_per_step,
@@ -91,7 +92,7 @@ def oobleck(facts: ModelFacts, *, arrange: Arrange | None = None) -> Rearranging
 
 
 def holdfast(facts: ModelFacts, *, recovery: float, arrange: Arrange) -> Rearranging:
-    """The running step is lost; ``recovery`` seconds as measured, and what ``arrange`` says that moving takes."""
+    """Return holdfast's rules: a loss undoes the running step and pauses for ``recovery`` seconds and moving."""
     return Rearranging(
         arrange=arrange,
         boundary_samples=facts.samples_per_step,
@@ -104,7 +105,7 @@ def holdfast(facts: ModelFacts, *, recovery: float, arrange: Arrange) -> Rearran
 
 
 def varuna(facts: ModelFacts) -> Rearranging:
-    """A checkpoint every so many steps; a loss kills everything and goes back to the last one.
+    """Return Varuna's rules: checkpoints at fixed steps; a loss restarts all nodes from the last checkpoint.
 
     The measured restart includes a checkpoint's time, which the published simulation takes off; so do we.
     """
@@ -122,10 +123,10 @@ def varuna(facts: ModelFacts) -> Rearranging:
 
 
 def saving(facts: ModelFacts, trace: Trace) -> Interval:
-    """How often plain checkpoint-restart saves: as Young and Daly advise.
+    """Return the steps between the saves of plain checkpoint-restart, by Young and Daly.
 
-    They are told how often this trace loses nodes, which nobody knows in advance. Of the whole numbers of steps
-    around what they advise, the better. Where nothing is lost, saving may cost what it may cost at our own.
+    They are given the trace's time between losses, which in practice is not known in advance. The better one of the
+    two whole numbers of steps around their result is taken. Without losses it saves as often as a run of ours would.
 
     >>> from dataclasses import replace
     >>> from holdfast.simulate.measured_tables import example
@@ -156,7 +157,7 @@ def saving(facts: ModelFacts, trace: Trace) -> Interval:
 
 
 def restart(facts: ModelFacts, trace: Trace) -> Rearranging:
-    """What most people run: as Varuna, but with the whole restart, and saving as often as :func:`saving` says."""
+    """Return the rules of plain checkpoint-restart: as Varuna, but the whole restart, and saving as ``saving`` says."""
     return Rearranging(
         arrange=by_table(known(facts, "varuna")),
         boundary_samples=saving(facts, trace).steps * facts.samples_per_step,
@@ -170,5 +171,5 @@ def restart(facts: ModelFacts, trace: Trace) -> Rearranging:
 
 
 def ideal(best: Speeds) -> Rearranging:
-    """The fastest that any system makes of the nodes at any moment; changes cost nothing."""
+    """Return the rules of the ideal: the best throughput of all systems at any moment; changes cost nothing."""
     return Rearranging(arrange=by_table(best), boundary_samples=0.0)
