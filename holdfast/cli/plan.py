@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from holdfast.plan.profile import Profile
     from holdfast.plan.template import Template, Templates
 
-MOST_NODES = 4_000
-GB = 1e9
+MOST_NODES = 4_000  # a typing mistake beyond that would keep the planner busy for long
+GB = 1e9  # bytes
 
 
 def plan(
@@ -80,7 +80,7 @@ def plan(
 
 
 def the_model(path: Path | None, layers: int | None, equal: bool) -> Profile:
-    """The profile in a file, or a made-up one."""
+    """Return the profile in a file, or that of a made-up model. Raises UsageError unless exactly one is asked for."""
     from holdfast.plan.profile import Profile, uniform
 
     if (path is None) == (layers is None):
@@ -97,7 +97,7 @@ def the_model(path: Path | None, layers: int | None, equal: bool) -> Profile:
 
 
 def with_memory(profile: Profile, memory: float | None) -> Profile:
-    """The profile for devices with so many GB; without a number, as it is."""
+    """Return the profile for devices with so many GB; without a number, unchanged. Raises UsageError for none."""
     if memory is None:
         return profile
     if not 0 < memory < 1e9:
@@ -106,7 +106,7 @@ def with_memory(profile: Profile, memory: float | None) -> Profile:
 
 
 def batches(profile: Profile, micro_batches: int | None, global_batch: int | None, *, default: int) -> int:
-    """The micro-batches of a step.
+    """Return the micro-batches of a step, from one of the two options or the default. Raises UsageError.
 
     >>> from holdfast.plan.profile import uniform
     >>> batches(replace(uniform(2), micro_batch=4), None, 66, default=1)
@@ -134,6 +134,7 @@ def batches(profile: Profile, micro_batches: int | None, global_batch: int | Non
 
 
 def to_json(templates: Templates, made: PipelinePlan, outlook: Outlook) -> dict[str, Any]:
+    """Return the object that ``--json`` prints."""
     from holdfast.plan.outlook import names
 
     samples = templates.profile.micro_batch
