@@ -92,10 +92,10 @@ class SystemRules(Protocol):
     def begin(self, moment: Moment) -> NodeArrangement:
         """Return the arrangement at the start of the trace."""
 
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        """Return the reaction to the loss of ``moment.lost``; ``layout`` is the arrangement until now."""
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        """Return the reaction to the loss of ``moment.lost``; ``arrangement`` is the arrangement until now."""
 
-    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
+    def join(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
         """Return the reaction to nodes that have come up; they are in ``moment.live`` already."""
 
 
@@ -150,7 +150,7 @@ class _Course:
         self.paused = 0.0  # when the pause began
         self.resumes: float | None = None  # when the pause ends; None: there is none
         self.why = ""
-        self.layout = rules.begin(Moment(live=self.live.keys(), started=False))
+        self.arrangement = rules.begin(Moment(live=self.live.keys(), started=False))
         self.started = False
 
     # --- time passes ---
@@ -160,9 +160,9 @@ class _Course:
         while self.now < to:
             if self.resumes is not None:
                 self._pause(to)
-            elif self.pending is not None and (not self.phase or not self.layout.samples_per_s):
+            elif self.pending is not None and (not self.phase or not self.arrangement.samples_per_s):
                 self._stop(self.pending)
-            elif not self.layout.samples_per_s:
+            elif not self.arrangement.samples_per_s:
                 self._add(to, why="too few nodes")
             else:
                 self._work(to)
@@ -171,7 +171,7 @@ class _Course:
 
     def _pause(self, to: float) -> None:
         assert self.resumes is not None
-        self._add(min(to, self.resumes), lost=self.layout.used, why=self.why)
+        self._add(min(to, self.resumes), lost=self.arrangement.used, why=self.why)
         if self.now >= self.resumes:
             self.resumes = None
 
@@ -187,13 +187,13 @@ class _Course:
             self._train(to)
         elif not self.phase and rounds:
             share = work / whole
-            used = self.layout.used
+            used = self.arrangement.used
             end = self.now + rounds * whole
             if to - end < TINY:
                 end = to
             self._add(
                 end,
-                samples_per_s=share * self.layout.samples_per_s,
+                samples_per_s=share * self.arrangement.samples_per_s,
                 used=share * used if share < 1 else used,
                 lost=used - share * used if share < 1 else 0,
                 why="training" if share == 1 else "training and saving",
@@ -208,19 +208,19 @@ class _Course:
         if self.phase < work:
             self._train(min(to, begun + work))
         if self.now < to and self.now < boundary:
-            self._add(min(to, boundary), lost=self.layout.used, why="saving", kept=False)
+            self._add(min(to, boundary), lost=self.arrangement.used, why="saving", kept=False)
         self.phase = self.now - begun
         if boundary - self.now < TINY:
             self.keep()
 
     def _train(self, to: float) -> None:
-        layout = self.layout
+        arrangement = self.arrangement
         kept = not self.rules.boundary_samples
-        self._add(to, samples_per_s=layout.samples_per_s, used=layout.used, why="training", kept=kept)
+        self._add(to, samples_per_s=arrangement.samples_per_s, used=arrangement.used, why="training", kept=kept)
 
     def _round(self) -> tuple[float, float]:
         """Return the seconds of work from one boundary to the next, without and with the boundary's own seconds."""
-        work = self.rules.boundary_samples / self.layout.samples_per_s if self.layout.samples_per_s else 0.0
+        work = self.rules.boundary_samples / self.arrangement.samples_per_s if self.arrangement.samples_per_s else 0.0
         return work, work + self.rules.boundary_seconds if work else 0.0
 
     def _add(
@@ -265,7 +265,7 @@ class _Course:
             self.live.pop(node, None)
         if lost:
             draws = tuple(next(self.draws, 0.0) for _ in lost)
-            self._react(self.rules.lose(self.layout, self._moment(lost=lost, draws=draws)))
+            self._react(self.rules.lose(self.arrangement, self._moment(lost=lost, draws=draws)))
         self.coming.update(dict.fromkeys(change.added, change.time + self.rules.creation))
         ready = [node for node, time in self.coming.items() if time <= change.time]
         if ready:
@@ -276,12 +276,12 @@ class _Course:
         for node in ready:
             del self.coming[node]
             self.live[node] = None
-        reaction = self.rules.join(self.layout, self._moment())
+        reaction = self.rules.join(self.arrangement, self._moment())
         if self.resumes is None:
             self._react(reaction)
         else:
             # Nodes that come during a pause are part of what follows it. Their own pause counts from its beginning.
-            self.layout = reaction.then or reaction.meanwhile or self.layout
+            self.arrangement = reaction.then or reaction.meanwhile or self.arrangement
             if reaction.then is not None:
                 self.resumes = max(self.resumes, self.paused + reaction.pause)
 
@@ -297,7 +297,7 @@ class _Course:
             return
         if reaction.meanwhile is not None:
             before = self._round()[1]
-            self.layout = reaction.meanwhile
+            self.arrangement = reaction.meanwhile
             # The share of the round that is done stays the same; at another speed it stands for other seconds.
             self.phase *= self._round()[1] / before if before else 0.0
         self.pending = reaction if reaction.then is not None else None
@@ -305,7 +305,7 @@ class _Course:
     def _stop(self, reaction: Reaction) -> None:
         """Begin the reaction's pause, if it has one, and its arrangement."""
         assert reaction.then is not None
-        self.pending, self.layout, self.why = None, reaction.then, reaction.why
+        self.pending, self.arrangement, self.why = None, reaction.then, reaction.why
         if not reaction.pause:
             self.resumes = None
             return

@@ -175,7 +175,7 @@ class _Counting:
         self.seen.add(len(moment.live))
         return NodeArrangement(samples_per_s=0.0, used=0)
 
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
         return Reaction(then=self.begin(moment))
 
     join = lose

@@ -90,13 +90,13 @@ class Bamboo:
     def begin(self, moment: Moment) -> NodeArrangement:
         return self._fresh(len(moment.live))
 
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
         fresh = self._fresh(len(moment.live))
         if not fresh.samples_per_s:
             return Reaction(then=fresh)
-        if not layout.samples_per_s or moment.paused:
+        if not arrangement.samples_per_s or moment.paused:
             return Reaction(then=fresh, pause=self.local, why="rendezvous")
-        standing: BambooPlaces = layout.memory
+        standing: BambooPlaces = arrangement.memory
         slower = False
         for draw in moment.draws:
             place = standing.place(draw)
@@ -105,15 +105,15 @@ class Bamboo:
             if after is None:
                 return Reaction(then=fresh, pause=self.everybody, why="rendezvous of all")
             standing = after
-        return self._goes_on(standing, standing.full / SLOWDOWN if slower else layout.samples_per_s)
+        return self._goes_on(standing, standing.full / SLOWDOWN if slower else arrangement.samples_per_s)
 
-    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        if not layout.samples_per_s or moment.paused:
+    def join(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        if not arrangement.samples_per_s or moment.paused:
             pause = self.everybody if moment.started else 0.0
             return Reaction(then=self._fresh(len(moment.live)), pause=pause, at_boundary=True, why="rendezvous")
-        standing: BambooPlaces = layout.memory
+        standing: BambooPlaces = arrangement.memory
         more = len(moment.live) - standing.nodes
-        return self._goes_on(replace(standing, waiting=standing.waiting + more), layout.samples_per_s)
+        return self._goes_on(replace(standing, waiting=standing.waiting + more), arrangement.samples_per_s)
 
     def _goes_on(self, standing: BambooPlaces, speed: float) -> Reaction:
         """Train on, and hold a rendezvous at the end of the step if there is reason to."""

@@ -59,21 +59,21 @@ class Rearranging:
     def begin(self, moment: Moment) -> NodeArrangement:
         return self.arrange(tuple(moment.live), None)
 
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        if layout.samples_per_s and not any(node in layout.memory for node in moment.lost):
-            return self.join(layout, moment)  # only waiting nodes are lost
-        then = self.arrange(tuple(moment.live), layout)
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        if arrangement.samples_per_s and not any(node in arrangement.memory for node in moment.lost):
+            return self.join(arrangement, moment)  # only waiting nodes are lost
+        then = self.arrange(tuple(moment.live), arrangement)
         if not then.samples_per_s:
             return Reaction(then=then)
-        pause = self.on_loss + then.moving if layout.samples_per_s else self.from_nothing
+        pause = self.on_loss + then.moving if arrangement.samples_per_s else self.from_nothing
         return Reaction(then=then, pause=pause, why=self.why)
 
-    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        then = self.arrange(tuple(moment.live), layout)
-        if (then.samples_per_s, then.used) == (layout.samples_per_s, layout.used):
+    def join(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        then = self.arrange(tuple(moment.live), arrangement)
+        if (then.samples_per_s, then.used) == (arrangement.samples_per_s, arrangement.used):
             return Reaction(then=None, at_boundary=True)  # nothing is gained: the new nodes wait
         pause = self.from_nothing if moment.started else 0.0
-        if layout.samples_per_s:
+        if arrangement.samples_per_s:
             pause = self.on_join + then.moving
         return Reaction(then=then, pause=pause, at_boundary=True, why=self.why)
 

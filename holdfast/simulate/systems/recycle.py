@@ -101,35 +101,35 @@ class ReCycle:
     boundary_seconds: float = 0.0
 
     def begin(self, moment: Moment) -> NodeArrangement:
-        return self._layout(self._fresh(len(moment.live)))
+        return self._arranged(self._fresh(len(moment.live)))
 
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        grid: RecycleGrid = layout.memory
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        grid: RecycleGrid = arrangement.memory
         for draw in moment.draws:
             grid = grid.without(draw)
-        if grid.lost == layout.memory.lost:
-            return self.join(replace(layout, memory=grid), moment)  # only waiting nodes are lost
+        if grid.lost == arrangement.memory.lost:
+            return self.join(replace(arrangement, memory=grid), moment)  # only waiting nodes are lost
         fresh = self._fresh(len(moment.live))
         is_new = grid.is_broken or fresh.pipelines > grid.pipelines  # a larger grid may have been due at the boundary
-        then = self._layout(fresh if is_new else grid.levelled())
+        then = self._arranged(fresh if is_new else grid.levelled())
         if not then.samples_per_s:
             return Reaction(then=then)
-        if is_new or not layout.samples_per_s:
+        if is_new or not arrangement.samples_per_s:
             return Reaction(then=then, pause=self.restart, why="restarting")
         return Reaction(then=then, pause=self.on_loss, why="rerouting")
 
-    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        grid: RecycleGrid = layout.memory
+    def join(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        grid: RecycleGrid = arrangement.memory
         more = replace(grid, waiting=grid.waiting + len(moment.live) - grid.nodes)
-        meanwhile = replace(layout, memory=more)
+        meanwhile = replace(arrangement, memory=more)
         fresh = self._fresh(len(moment.live))
         if fresh.pipelines > grid.pipelines:
-            then = self._layout(fresh)
+            then = self._arranged(fresh)
             pause = self.restart if moment.started else 0.0
             return Reaction(then=then, pause=pause, at_boundary=True, meanwhile=meanwhile, why="restarting")
         levelled = more.levelled()
         return Reaction(
-            then=self._layout(levelled) if levelled.lost != grid.lost else None,
+            then=self._arranged(levelled) if levelled.lost != grid.lost else None,
             pause=self.on_loss,
             at_boundary=True,
             meanwhile=meanwhile,
@@ -149,7 +149,7 @@ class ReCycle:
             whole = RecycleGrid(pipelines=pipelines, lost=(0,) * self.stages, waiting=0)
             for gone in range(self.stages * (pipelines - 1) + 1):
                 grid = replace(whole, lost=_plus(whole.lost, 0, gone)).levelled()
-                speed = self._layout(grid).samples_per_s
+                speed = self._arranged(grid).samples_per_s
                 found[grid.running] = max(found.get(grid.running, 0.0), speed)
         return Speeds(dict(sorted(found.items())))
 
@@ -158,7 +158,7 @@ class ReCycle:
         pipelines = min(nodes, self.speeds.most) // self.stages
         return RecycleGrid(pipelines=pipelines, lost=(0,) * self.stages, waiting=nodes - pipelines * self.stages)
 
-    def _layout(self, grid: RecycleGrid) -> NodeArrangement:
+    def _arranged(self, grid: RecycleGrid) -> NodeArrangement:
         full = 0.0 if grid.is_broken else self.speeds.at(grid.pipelines * self.stages)[0]
         if not full or grid.running < self.speeds.fewest:  # fewer than were measured: not known, so nothing
             return NodeArrangement(samples_per_s=0.0, used=0, memory=grid)
