@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, UsageError
 
 BENCH = Path(".bench")  # where `holdfast bench` writes
-WORKERS, KILLS = 3, 3  # of the measurement: small, so that it takes some seconds only
+WORKERS, KILLS = 3, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,7 @@ def given(milliseconds: float) -> Recovery:
 
 
 def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
-    """Return the time that the recovery bench measured on this machine; without one, kill a few workers now.
-
-    ``say`` gets sentences about the progress; ``bench`` is the folder of the bench's results. Raises UsageError if the
-    result cannot be written there, HoldfastError if the measurement fails.
-    """
+    """What `holdfast bench recovery` found on this machine; without it, a few workers are killed now, once."""
     raced, own = bench / "recovery.json", bench / "simulate-recovery.json"
     found = _from_file(raced, "holdfast bench recovery") or _from_file(own, "holdfast simulate")
     if found is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from holdfast.bench.planner import at_random
 from holdfast.errors import UsageError
 from holdfast.pictures.picture_file import check_path
 from holdfast.pictures.plan_tables import headings, planned_for, show
@@ -22,7 +22,6 @@ from holdfast.plan.planner import Pipeline, PipelinePlan, make_plan
 from holdfast.plan.profile import Link, Profile, uniform
 from holdfast.plan.template import Templates, make_templates
 from holdfast.plan.timeline import simulate
-from tests.plan import judge
 
 SLOW = Link(bandwidth=1e8, latency=1e-4)
 
@@ -160,7 +159,7 @@ def test_a_thousand_nodes_take_no_more_room_than_a_few() -> None:
 
 def test_many_outcomes_are_cut_short() -> None:
     """No two layers are alike, so hardly two losses move as many bytes."""
-    templates, plan = planned(judge.wild(random.Random(0), 20), 17, tolerate=2, minimum=5)
+    templates, plan = planned(at_random(20), 17, tolerate=2, minimum=5)
     lines = printed(templates, plan)
     assert len(lines) < 90
     assert sum("more outcomes" in line for line in lines) == 2
