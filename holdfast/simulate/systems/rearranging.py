@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.plan.save_interval import Interval, choose
+from holdfast.plan.save_interval import Interval, choose, young_daly
 from holdfast.simulate.course import Moment, NodeArrangement, Reaction
 from holdfast.simulate.measured_tables import ModelFacts, Speeds
 from holdfast.simulate.trace import Trace
@@ -80,27 +80,25 @@ class Rearranging:
 
 def oobleck(facts: ModelFacts, *, arrange: Arrange | None = None) -> Rearranging:
     """Return Oobleck's rules: a loss undoes the running step; losses and joins pause for the measured time."""
-    return Rearranging(
-        arrange=arrange or by_table(known(facts, "oobleck")),
-        boundary_samples=facts.samples_per_step,
-        creation=facts.creation,
-        on_loss=facts.reconfigure,
-        on_join=facts.reconfigure,
-        from_nothing=facts.restart,
-        why="reconfiguring",
-    )
+    arrange = arrange or by_table(known(facts, "oobleck"))
+    return _step_by_step(facts, arrange, pause=facts.reconfigure, why="reconfiguring")
 
 
 def holdfast(facts: ModelFacts, *, recovery: float, arrange: Arrange) -> Rearranging:
     """Return holdfast's rules: a loss undoes the running step and pauses for ``recovery`` seconds and moving."""
+    return _step_by_step(facts, arrange, pause=recovery, why="recovering")
+
+
+def _step_by_step(facts: ModelFacts, arrange: Arrange, *, pause: float, why: str) -> Rearranging:
+    """Return rules with a boundary after each step."""
     return Rearranging(
         arrange=arrange,
         boundary_samples=facts.samples_per_step,
         creation=facts.creation,
-        on_loss=recovery,
-        on_join=recovery,
+        on_loss=pause,
+        on_join=pause,
         from_nothing=facts.restart,
-        why="recovering",
+        why=why,
     )
 
 
@@ -109,10 +107,19 @@ def varuna(facts: ModelFacts) -> Rearranging:
 
     The measured restart includes a checkpoint's time, which the published simulation takes off; so do we.
     """
-    pause = max(facts.restart - facts.checkpoint, 0.0)
+    return _from_checkpoints(facts, every=facts.checkpoint_every, pause=max(facts.restart - facts.checkpoint, 0.0))
+
+
+def restart(facts: ModelFacts, trace: Trace) -> Rearranging:
+    """Return the rules of plain checkpoint-restart: as Varuna, but the whole restart, and saving as ``saving`` says."""
+    return _from_checkpoints(facts, every=saving(facts, trace).steps, pause=facts.restart)
+
+
+def _from_checkpoints(facts: ModelFacts, *, every: int, pause: float) -> Rearranging:
+    """Return rules with a checkpoint every so many steps as boundary, and a restart for every change."""
     return Rearranging(
         arrange=by_table(known(facts, "varuna")),
-        boundary_samples=facts.checkpoint_every * facts.samples_per_step,
+        boundary_samples=every * facts.samples_per_step,
         boundary_seconds=facts.checkpoint,
         creation=facts.creation,
         on_loss=pause,
@@ -148,25 +155,11 @@ def saving(facts: ModelFacts, trace: Trace) -> Interval:
         return Interval(
             steps=steps, reason=f"nothing is lost: it saves every {count(steps, 'step')}, which costs {share:.1%}"
         )
-    advised = math.sqrt(2 * facts.checkpoint * between) / step
+    advised = young_daly(facts.checkpoint, between) / step
     around = (max(math.floor(advised), 1), max(math.ceil(advised), 1))
     steps = min(around, key=lambda number: facts.checkpoint / (number * step) + number * step / (2 * between))
     return Interval(
         steps=steps, reason=f"it saves every {count(steps, 'step')}, as Young and Daly advise for this very trace"
-    )
-
-
-def restart(facts: ModelFacts, trace: Trace) -> Rearranging:
-    """Return the rules of plain checkpoint-restart: as Varuna, but the whole restart, and saving as ``saving`` says."""
-    return Rearranging(
-        arrange=by_table(known(facts, "varuna")),
-        boundary_samples=saving(facts, trace).steps * facts.samples_per_step,
-        boundary_seconds=facts.checkpoint,
-        creation=facts.creation,
-        on_loss=facts.restart,
-        on_join=facts.restart,
-        from_nothing=facts.restart,
-        why="restarting",
     )
 
 
