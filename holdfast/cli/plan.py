@@ -52,6 +52,7 @@ def plan(
     from holdfast.pictures.plan_tables import WIDE, headings, planned_for, show
     from holdfast.pictures.step_chart import save
     from holdfast.plan.outlook import look_ahead
+    from holdfast.plan.pipeline_sizes import PER_DEVICE
     from holdfast.plan.planner import Shortage, make_plan
     from holdfast.plan.template import make_templates
     from holdfast.screen import make_console
@@ -59,7 +60,7 @@ def plan(
     if picture is not None:
         check_path(picture)
     model = with_memory(the_model(profile, layers, uniform), memory)
-    asked = batches(model, micro_batches, global_batch, default=4 * nodes * devices_per_node)
+    asked = batches(model, micro_batches, global_batch, default=PER_DEVICE * nodes * devices_per_node)
     with make_console(aside=True).status("templates for every number of nodes ..."):
         templates = make_templates(model, nodes=nodes, tolerate=tolerate, devices=devices_per_node, minimum=min_nodes)
     made = make_plan(templates, [f"n{number}" for number in range(nodes)], micro_batches=asked)
@@ -180,11 +181,13 @@ def to_json(templates: Templates, made: PipelinePlan, outlook: Outlook) -> dict[
 
 
 def _template(one: Template) -> dict[str, Any]:
+    from holdfast.plan.pipeline_sizes import PER_DEVICE
+
     stages = [
         {"layers": [stage.first, stage.stop], "node": stage.node, "bytes": stage.bytes, **vars(stage.times)}
         for stage in one.stages
     ]
-    seconds = one.seconds(4 * one.nodes * one.devices)
+    seconds = one.seconds(PER_DEVICE * one.nodes * one.devices)
     return {"nodes": one.nodes, "lanes": one.lanes, "stages": stages, "seconds": seconds, "gap": one.gap}
 
 

@@ -12,15 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import UsageError
-from holdfast.plan.fixed import CutPoints, best_merge, fewest_workers, fixed_cut
+from holdfast.plan.fixed_stages import CutPoints, best_merge, fewest_workers, fixed_cut
 from holdfast.plan.hosts import spread
 from holdfast.plan.layout import ALONE, Layout, PlacedPipeline
 from holdfast.plan.pipeline_counts import Demand, fewest_pipelines
 from holdfast.plan.place import place
 from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import LayerCost, Profile
-from holdfast.plan.stock import Stock, stock_of
 from holdfast.plan.template import Template, Templates
+from holdfast.plan.template_stock import Stock, stock_of
 from holdfast.words import count
 
 SLACK = 0.02  # relative: a step may be 2% longer if fewer bytes have to be sent for it

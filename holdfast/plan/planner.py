@@ -13,9 +13,9 @@ from itertools import islice
 from holdfast.errors import UsageError
 from holdfast.plan.batch import split
 from holdfast.plan.pipeline_counts import Composition, Demand, Menu, equals, fastest, fewest_pipelines
+from holdfast.plan.pipeline_sizes import what_it_takes
 from holdfast.plan.place import NodeName as NodeName
 from holdfast.plan.place import Placement, place
-from holdfast.plan.sizes import what_it_takes
 from holdfast.plan.template import Template, Templates
 from holdfast.words import count, size_text
 

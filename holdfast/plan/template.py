@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import UsageError
+from holdfast.plan.pipeline_sizes import PER_DEVICE as PER_DEVICE
+from holdfast.plan.pipeline_sizes import chains, fewest_nodes, what_it_takes, what_would_help
 from holdfast.plan.profile import Profile
-from holdfast.plan.sizes import PER_DEVICE as PER_DEVICE
-from holdfast.plan.sizes import chains, fewest_nodes, what_it_takes, what_would_help
 from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.plan.stage_cut import EFFORT, TINY, LowerBounds, StageCut, best_cut
 from holdfast.plan.timeline import StageTimes, Vector, last_ends

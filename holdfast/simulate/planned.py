@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from holdfast.plan.pipeline_sizes import PER_DEVICE
 from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import Profile, state_bytes
 from holdfast.plan.template import Template, Templates, make_templates
@@ -85,7 +86,7 @@ def make_model(
     """Make templates for the most nodes that the trace ever has; by default 4 micro-batches per device."""
     most = max(trace.counts)
     templates = make_templates(profile, nodes=most, tolerate=tolerate, devices=devices)
-    return PlannedModel(templates=templates, micro_batches=micro_batches or 4 * most * devices)
+    return PlannedModel(templates=templates, micro_batches=micro_batches or PER_DEVICE * most * devices)
 
 
 def make_facts(model: PlannedModel, trace: Trace) -> ModelFacts:

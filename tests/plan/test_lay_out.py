@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.plan import stock
-from holdfast.plan.fixed import best_merge, fewest_workers, fixed_cut, merged
+from holdfast.plan import template_stock as stock
+from holdfast.plan.fixed_stages import best_merge, fewest_workers, fixed_cut, merged
 from holdfast.plan.lay_out import lay_out
 from holdfast.plan.layout import Layout, PlacedPipeline, Role, side_by_side
+from holdfast.plan.pipeline_sizes import PER_DEVICE
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Profile, uniform
-from holdfast.plan.sizes import PER_DEVICE
-from holdfast.plan.stock import stock_of
+from holdfast.plan.template_stock import stock_of
 from tests.plan import judge
 
 Stages = int | Sequence[int] | None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from holdfast.plan.pipeline_sizes import chains, fewest_nodes
 from holdfast.plan.profile import LayerCost, Link, Profile
-from holdfast.plan.sizes import chains, fewest_nodes
 from holdfast.plan.stage_costs import StageCosts
 from holdfast.plan.template import Template, Templates, make_templates
 from holdfast.words import count

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 from holdfast.errors import UsageError
+from holdfast.plan.pipeline_sizes import PER_DEVICE
 from holdfast.plan.profile import Profile
-from holdfast.plan.sizes import PER_DEVICE
 from holdfast.plan.stage_costs import Chain, StageCosts
-from holdfast.plan.stock import stock_of
+from holdfast.plan.template_stock import stock_of
 from holdfast.words import count, size_text
 
 CutPoints = tuple[int, ...]  # the first layer of each stage, then the number of layers
