@@ -10,13 +10,13 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
-ROWS = 20  # of a table, unless all are asked for
-NARROW = 8  # characters that a folded column has at least
-WHOLE = 10_000  # columns of a pipe: no line is folded
+ROWS = 20  # of a table at most, unless all are asked for: they fit on a screen
+NARROW = 8  # characters that a folded column keeps at least, to stay readable
+WHOLE = 10_000  # columns of output into a pipe: no line is folded
 
 
 def make_console(*, aside: bool = False, pipe: int = WHOLE) -> Console:
-    """As wide as the terminal; a pipe gets a width of its own."""
+    """Return a console as wide as the terminal, or ``pipe`` columns wide for a pipe; ``aside``: on stderr."""
     console = Console(stderr=aside, highlight=False)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
@@ -24,19 +24,25 @@ def make_console(*, aside: bool = False, pipe: int = WHOLE) -> Console:
 
 
 class Screen:
-    """Prints tables and sentences; on stderr where stdout is for JSON. A pipe gets every line whole."""
+    """Prints tables and sentences; ``aside``: on stderr, where stdout is for JSON. A pipe gets every line whole.
+
+    ``everything``: tables show all rows, not only the first ``ROWS``.
+    """
 
     def __init__(self, console: Console | None = None, *, aside: bool = False, everything: bool = False) -> None:
         self.console = console or make_console(aside=aside)
         self.everything = everything
 
     def say(self, text: str = "", *, style: str = "") -> None:
-        """A sentence, which the terminal wraps between words."""
+        """Print a sentence, wrapped between words."""
         self.console.print(escape(text), style=style or None)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
-        """A table. ``>name`` is a column of numbers, ``name~`` may be folded, ``name?`` left out if there is no room;
-        empty columns are always left out."""
+        """Print a table.
+
+        A column ``>name`` is aligned right, ``name~`` may be folded, ``name?`` may be left out if there is no room.
+        Empty columns are always left out.
+        """
         shown = rows if self.everything else rows[:ROWS]
         longest = {
             name: max(len(name.strip(">~?")), *(len(row[number]) for row in shown))
@@ -56,13 +62,13 @@ class Screen:
         self.more(len(rows) - len(shown))
 
     def more(self, number: int, noun: str = "") -> None:
-        """How much is not shown."""
+        """Print how many rows are not shown, if any."""
         if number > 0:
             self.say(f"… and {number:,} more{noun} (--all shows them)", style="dim")
 
 
 def fitted(longest: Mapping[str, int], room: int) -> dict[str, int]:
-    """The widths of a table's columns: all they need, or what is left for those that may be folded.
+    """Return the widths of a table's columns within ``room``: as needed, but less for those that may be folded.
 
     >>> fitted({"name~": 40, ">size": 6, "files?": 5, "notes~": 10}, 40)
     {'name~': 20, '>size': 6, 'notes~': 10}

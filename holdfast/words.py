@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, sizes and times as text for people, and read from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.errors import UsageError
 
 
 def size_text(size: float) -> str:
-    """Bytes to read.
+    """Return a number of bytes with its unit.
 
     >>> size_text(12), size_text(1_240_000_000)
     ('12 B', '1.24 GB')
@@ -25,7 +25,7 @@ def size_text(size: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes that a person has written.
+    """Read a number of bytes with its unit. Raises UsageError if it is none.
 
     >>> parse_size("2GB"), parse_size("512 MiB"), parse_size("100")
     (2000000000, 536870912, 100)
@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration to read.
+    """Return a duration with its unit.
 
     >>> seconds_text(0.00042), seconds_text(0.0123), seconds_text(12.345)
     ('0.42 ms', '12.3 ms', '12.3 s')
@@ -50,7 +50,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str, name: str = "") -> float:
-    """Seconds that a person has written; ``name`` is what they are of.
+    """Read a duration and return its seconds; ``name`` is for the message. Raises UsageError if it is none.
 
     >>> parse_duration("90s"), parse_duration("1.5h"), parse_duration("2d")
     (90.0, 5400.0, 172800.0)
@@ -64,7 +64,7 @@ def parse_duration(text: str, name: str = "") -> float:
 
 
 def duration_code(seconds: float) -> str:
-    """A duration as ``parse_duration`` reads it, in the largest unit that leaves no fraction.
+    """Return a duration as ``parse_duration`` reads it, in the largest unit that leaves no fraction.
 
     >>> duration_code(864000.0), duration_code(5400.0), duration_code(0.5)
     ('10d', '90m', '0.5s')
@@ -76,12 +76,12 @@ def duration_code(seconds: float) -> str:
 
 
 def time_text(when: float, *, short: bool = False) -> str:
-    """A time on this machine's clock; without the year where there is little room."""
+    """Return a time (seconds since 1970) on this machine's clock; ``short``: without the year."""
     return datetime.fromtimestamp(when).strftime("%m-%d %H:%M" if short else "%Y-%m-%d %H:%M") if when else ""
 
 
 def count(number: int, noun: str) -> str:
-    """A number and what it counts.
+    """Return a number and its noun, in the plural where that is due.
 
     >>> count(1, "node"), count(1200, "micro-batch"), count(2, "copy")
     ('1 node', '1,200 micro-batches', '2 copies')
@@ -91,7 +91,7 @@ def count(number: int, noun: str) -> str:
 
 
 def ranges_text(numbers: Iterable[int], last: str = ", ") -> str:
-    """Numbers, three or more that follow each other drawn together.
+    """Return numbers as text, with three or more consecutive ones drawn together; ``last`` joins the last part.
 
     >>> ranges_text([0, 1, 2, 3, 7, 8])
     '0-3, 7, 8'

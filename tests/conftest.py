@@ -6,12 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: exactness needs one thread everywhere
 
 from tests.harness import Result, launch
 
 PIPELINE = Path(__file__).parent / "faults" / "pipeline.py"
+settings.register_profile("default", deadline=None)  # a busy machine is no failure
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 FEW = 3  # scenarios of a soak; with more of them all sweeps are complete
 
 
@@ -26,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("thorough" if config.getoption("--soak") > FEW else "default")
     config.addinivalue_line(
         "markers", "thorough(reason): runs with a longer --soak; the reason says what covers it else"
     )

@@ -1,4 +1,4 @@
-"""Draws layouts.svg: who holds which layers before a loss, after it, and after a join, as a run would lay it out.
+"""Draws layouts.svg: the layers of each worker before a loss, after it, and after a join, as a run lays them out.
 
 python docs/images/layouts.py
 """
@@ -34,8 +34,8 @@ Held = Mapping[str, frozenset[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """A layout, what its workers held when it began, and the colours of the pipelines they came from."""
+class Scene:
+    """One layout of the picture: what its workers held before it, and the colours of the pipelines they were in."""
 
     title: str
     workers: Sequence[str]
@@ -69,7 +69,7 @@ class Moment:
 
     @property
     def colors(self) -> dict[str, str]:
-        """A pipeline keeps the colour that most of its workers had."""
+        """Colour of each worker: a pipeline keeps the colour that most of its workers had."""
         found: dict[str, str] = {}
         for line in self.layout.lines:
             free = [color for color in COLORS if color not in found.values()]
@@ -83,19 +83,19 @@ class Moment:
         return sum(len(layers - self.held.get(worker, frozenset())) for worker, layers in self.places.items())
 
 
-def draw(axes: Axes, moment: Moment, *, at_first: bool) -> None:
+def draw(axes: Axes, scene: Scene, *, at_first: bool) -> None:
     row = 0.0
-    layout = moment.layout
+    layout = scene.layout
     for line, share in zip(layout.lines, layout.shares(MICRO_BATCHES), strict=True):
         top = row
         for rank, layers in zip(line.ranks, line.layers, strict=True):
-            worker = moment.workers[rank]
-            before = moment.held.get(worker, frozenset())
+            worker = scene.workers[rank]
+            before = scene.held.get(worker, frozenset())
             axes.text(-0.4, row + 0.5, worker, ha="right", va="center", fontsize=11)
             for layer in range(LAYERS):
                 cell = Rectangle((layer, row), 1, 0.86, facecolor=EMPTY, edgecolor=LINE, linewidth=1.5)
                 if layer in layers:
-                    cell.set_facecolor(moment.colors[worker])
+                    cell.set_facecolor(scene.colors[worker])
                     if layer not in before and not at_first:
                         cell.set(hatch="////", edgecolor="#333333", linewidth=0)
                 elif layer in before:
@@ -105,8 +105,8 @@ def draw(axes: Axes, moment: Moment, *, at_first: bool) -> None:
         middle = (top + row) / 2 - 0.07
         axes.text(LAYERS + 0.3, middle, count(len(share), "micro-batch"), va="center", fontsize=10)
         row += 0.35
-    moved = "" if at_first else f": {count(moment.moved, 'layer')} sent"
-    axes.set_title(f"{moment.title}{moved}", loc="left", fontsize=12)
+    moved = "" if at_first else f": {count(scene.moved, 'layer')} sent"
+    axes.set_title(f"{scene.title}{moved}", loc="left", fontsize=12)
     axes.set_xlim(0, LAYERS)
     axes.set_ylim(8.2, 0)
     axes.set_xticks([layer + 0.5 for layer in range(LAYERS)], [str(layer) for layer in range(LAYERS)], fontsize=9)
@@ -117,16 +117,16 @@ def draw(axes: Axes, moment: Moment, *, at_first: bool) -> None:
 
 
 def main() -> None:
-    start = Moment(title="7 workers", workers=WORKERS, held={}, before={})
+    start = Scene(title="7 workers", workers=WORKERS, held={}, before={})
     left = [worker for worker in WORKERS if worker != LOST]
-    lost = Moment(title=f"{LOST} is lost", workers=left, held={w: start.places[w] for w in left}, before=start.colors)
-    joined = Moment(title=f"{JOINED} joins", workers=[*left, JOINED], held=lost.places, before=lost.colors)
+    lost = Scene(title=f"{LOST} is lost", workers=left, held={w: start.places[w] for w in left}, before=start.colors)
+    joined = Scene(title=f"{JOINED} joins", workers=[*left, JOINED], held=lost.places, before=lost.colors)
     # Text as text makes an SVG small; a salt and no date make the same layouts the same file.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
         figure, grid = plt.subplots(1, 3, figsize=(12.5, 4), layout=ConstrainedLayoutEngine(wspace=0.09))
-        for axes, moment in zip(grid, (start, lost, joined), strict=True):
-            draw(axes, moment, at_first=moment is start)
-            print(f"{moment.title}: {moment.layout.reason}; {count(moment.moved, 'layer')} sent")
+        for axes, scene in zip(grid, (start, lost, joined), strict=True):
+            draw(axes, scene, at_first=scene is start)
+            print(f"{scene.title}: {scene.layout.reason}; {count(scene.moved, 'layer')} sent")
         patches = [
             Patch(color=COLORS[0], label="held; each colour is a pipeline"),
             Patch(facecolor="white", edgecolor="#333333", hatch="////", label="is sent to this worker"),

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from holdfast.plan.profile import Profile
     from holdfast.plan.template import Template, Templates
 
-MOST_NODES = 4_000
-GB = 1e9
+MOST_NODES = 4_000  # a typing mistake beyond that would keep the planner busy for long
+GB = 1e9  # bytes
 
 
 def plan(
@@ -52,6 +52,7 @@ def plan(
     from holdfast.pictures.plan_tables import WIDE, headings, planned_for, show
     from holdfast.pictures.step_chart import save
     from holdfast.plan.outlook import look_ahead
+    from holdfast.plan.pipeline_sizes import PER_DEVICE
     from holdfast.plan.planner import Shortage, make_plan
     from holdfast.plan.template import make_templates
     from holdfast.screen import make_console
@@ -59,7 +60,7 @@ def plan(
     if picture is not None:
         check_path(picture)
     model = with_memory(the_model(profile, layers, uniform), memory)
-    asked = batches(model, micro_batches, global_batch, default=4 * nodes * devices_per_node)
+    asked = batches(model, micro_batches, global_batch, default=PER_DEVICE * nodes * devices_per_node)
     with make_console(aside=True).status("templates for every number of nodes ..."):
         templates = make_templates(model, nodes=nodes, tolerate=tolerate, devices=devices_per_node, minimum=min_nodes)
     made = make_plan(templates, [f"n{number}" for number in range(nodes)], micro_batches=asked)
@@ -80,7 +81,7 @@ def plan(
 
 
 def the_model(path: Path | None, layers: int | None, equal: bool) -> Profile:
-    """The profile in a file, or a made-up one."""
+    """Return the profile in a file, or that of a made-up model. Raises UsageError unless exactly one is asked for."""
     from holdfast.plan.profile import Profile, uniform
 
     if (path is None) == (layers is None):
@@ -97,7 +98,7 @@ def the_model(path: Path | None, layers: int | None, equal: bool) -> Profile:
 
 
 def with_memory(profile: Profile, memory: float | None) -> Profile:
-    """The profile for devices with so many GB; without a number, as it is."""
+    """Return the profile for devices with so many GB; without a number, unchanged. Raises UsageError for none."""
     if memory is None:
         return profile
     if not 0 < memory < 1e9:
@@ -106,7 +107,7 @@ def with_memory(profile: Profile, memory: float | None) -> Profile:
 
 
 def batches(profile: Profile, micro_batches: int | None, global_batch: int | None, *, default: int) -> int:
-    """The micro-batches of a step.
+    """Return the micro-batches of a step, from one of the two options or the default. Raises UsageError.
 
     >>> from holdfast.plan.profile import uniform
     >>> batches(replace(uniform(2), micro_batch=4), None, 66, default=1)
@@ -134,6 +135,7 @@ def batches(profile: Profile, micro_batches: int | None, global_batch: int | Non
 
 
 def to_json(templates: Templates, made: PipelinePlan, outlook: Outlook) -> dict[str, Any]:
+    """Return the object that ``--json`` prints."""
     from holdfast.plan.outlook import names
 
     samples = templates.profile.micro_batch
@@ -179,11 +181,13 @@ def to_json(templates: Templates, made: PipelinePlan, outlook: Outlook) -> dict[
 
 
 def _template(one: Template) -> dict[str, Any]:
+    from holdfast.plan.pipeline_sizes import PER_DEVICE
+
     stages = [
         {"layers": [stage.first, stage.stop], "node": stage.node, "bytes": stage.bytes, **vars(stage.times)}
         for stage in one.stages
     ]
-    seconds = one.seconds(4 * one.nodes * one.devices)
+    seconds = one.seconds(PER_DEVICE * one.nodes * one.devices)
     return {"nodes": one.nodes, "lanes": one.lanes, "stages": stages, "seconds": seconds, "gap": one.gap}
 
 

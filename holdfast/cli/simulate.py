@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from holdfast.simulate.trace import Trace
 
 BINS = 100  # stretches of time in the JSON
-MADE_UP = "uniform:"
-LONG, LONG_PLANNED = 5_000_000, 30_000  # changes times nodes: about five seconds
+MADE_UP = "uniform:"  # prefix of --model for a made-up model
+LONG, LONG_PLANNED = 5_000_000, 30_000  # changes times nodes that take about five seconds, by tables and with plans
 
 
 def simulate(
@@ -85,7 +85,7 @@ def simulate(
 
 
 def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_json: bool) -> None:
-    """Judges the systems, and shows, draws and prints what came out."""
+    """Simulate the systems, and show, draw and print the outcomes."""
     from holdfast.pictures.outcome_table import show
     from holdfast.pictures.plan_tables import WIDE
     from holdfast.pictures.trace_plot import plot as draw
@@ -112,7 +112,7 @@ def report(prepared: Prepared, names: Sequence[str], *, plot: Path | None, as_js
 
 
 def warn_if_long(trace: Trace, *, planned: bool) -> None:
-    """A word before what takes more than some seconds; a plan takes longer than a look into a table."""
+    """Print a warning if the simulation will take more than some seconds; plans take longer than tables."""
     changes, most = len(trace.changes), max(trace.counts)
     if changes * most > (LONG_PLANNED if planned else LONG):
         each = ", each with a plan" if planned else ""
@@ -120,7 +120,7 @@ def warn_if_long(trace: Trace, *, planned: bool) -> None:
 
 
 def the_profile(model: str, memory: float | None) -> Profile:
-    """The profile in a file, or a made-up one, for devices with so many GB.
+    """Return the profile in a file, or a made-up one, for devices with so many GB. Raises UsageError.
 
     >>> len(the_profile("uniform:96", None).layers)
     96
@@ -139,7 +139,7 @@ def the_profile(model: str, memory: float | None) -> Profile:
 
 
 def the_recovery(milliseconds: float | None) -> Recovery:
-    """As given, or as measured on this machine."""
+    """Return the recovery time as given, or as measured on this machine."""
     from holdfast.simulate.recovery_time import given, measured
 
     if milliseconds is not None:
@@ -148,7 +148,7 @@ def the_recovery(milliseconds: float | None) -> Recovery:
 
 
 def in_words(sources: dict[str, str]) -> list[str]:
-    """A line for each source, with the systems it is of.
+    """Return a line for each sentence about sources, with the systems that it is about.
 
     >>> in_words({"": "for all", "a": "measured", "b": "assumed", "c": "measured"})
     ['for all', 'a, c: measured', 'b: assumed']
@@ -160,7 +160,7 @@ def in_words(sources: dict[str, str]) -> list[str]:
 
 
 def refuse(options: dict[str, Any], why: str) -> None:
-    """Options that would be ignored are an error."""
+    """Raise UsageError if one of the options is given: it would be ignored."""
     for name, value in options.items():
         if value is not None:
             option = "devices-per-node" if name == "devices" else name.replace("_", "-")
@@ -170,7 +170,7 @@ def refuse(options: dict[str, Any], why: str) -> None:
 def to_json(
     setting: Setting, outcomes: Sequence[SystemOutcome], best: float, sources: dict[str, str]
 ) -> dict[str, Any]:
-    """For machines: a system without the memory for the model has null for its throughput."""
+    """Return the object that ``--json`` prints. A system without enough memory has null as its throughput."""
     trace = setting.trace
     return {
         "trace": {

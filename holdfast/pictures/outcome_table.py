@@ -1,4 +1,4 @@
-"""Outcomes on a terminal."""
+"""Table of the systems' outcomes on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.words import count
 
 
 def show(console: Console, trace: Trace, model: str, outcomes: Sequence[SystemOutcome], *, best: float) -> None:
-    """The table: a row for each system."""
+    """Print the table, with a row for each system; ``best`` is the throughput of the ideal."""
     fewest, most = min(trace.counts), max(trace.counts)
     nodes = count(most, "node") if fewest == most else f"{fewest:,} to {count(most, 'node')}"
     title = (
@@ -40,7 +40,7 @@ def _row(outcome: SystemOutcome, best: float) -> list[str]:
 
 
 def _duration(hours: float) -> str:
-    """In hours.
+    """Return a number of hours as text.
 
     >>> _duration(1.0), _duration(240.0), _duration(2.505)
     ('1 hour', '240 hours', '2.505 hours')

@@ -1,4 +1,4 @@
-"""Where pictures go."""
+"""Checks of the path that a picture is to be written to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORMATS = (".png", ".svg")
 
 
 def check_path(path: Path) -> None:
-    """Before anything is computed: a picture that cannot be written should not take a minute to find out.
+    """Raise UsageError if a picture cannot be written to ``path``. Commands call it before they compute anything.
 
     >>> check_path(Path("plan.gif"))
     Traceback (most recent call last):

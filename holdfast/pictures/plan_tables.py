@@ -1,4 +1,4 @@
-"""A plan on a terminal: tables that fit into its width, and short however many nodes there are."""
+"""Tables and pictures of a plan on a terminal, within its width, and short for any number of nodes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from holdfast.plan.template import PER_DEVICE, Template, Templates
 from holdfast.screen import Screen
 from holdfast.words import count, ranges_text, seconds_text, size_text
 
-ROWS = 8  # of a table
-WIDE = 120  # where a pipe has no width
+ROWS = 8  # of a table at most: all tables of a plan fit on two screens
+WIDE = 120  # columns of the output when it goes into a pipe
 
 
 def show(console: Console, templates: Templates, plan: PipelinePlan, outlook: Outlook) -> None:
-    """Everything about a plan."""
-    _say(console, planned_for(templates, plan), style="bold")
-    _templates(console, templates, plan)
-    _pipelines(console, templates, plan)
-    _drawings(console, plan)
+    """Print everything about a plan: templates, pipelines, their steps, and the plans after losses and joins."""
+    screen = Screen(console)
+    screen.say(planned_for(templates, plan), style="bold")
+    _templates(screen, templates, plan)
+    _pipelines(screen, templates, plan)
+    _drawings(screen, plan)
     for losses in outlook.losses:
-        _losses(console, losses)
-    _fewer(console, outlook)
+        _losses(screen, losses)
+    _fewer(screen, outlook)
     sizes, step, moved = _outcome(outlook.join)
-    _say(console)
-    _say(console, f"one node joins: {sizes}" + (f", step {step}, {moved} moved" if step else ""))
+    screen.say()
+    screen.say(f"one node joins: {sizes}" + (f", step {step}, {moved} moved" if step else ""))
 
 
 def planned_for(templates: Templates, plan: PipelinePlan) -> str:
-    """The title: what it is a plan for."""
+    """Return the title: model, nodes, and the losses that are tolerated."""
     nodes = sum(len(pipeline.nodes) for pipeline in plan.pipelines) + len(plan.spares)
     each = f" with {count(templates.devices, 'device')} each" if templates.devices > 1 else ""
     may = {0: "no loss is tolerated", 1: "any one may be lost"}.get(
@@ -47,12 +48,12 @@ def planned_for(templates: Templates, plan: PipelinePlan) -> str:
 
 
 def headings(plan: PipelinePlan) -> list[tuple[str, Pipeline]]:
-    """One pipeline of each kind, and what it stands for."""
+    """Return a heading for each kind of pipeline, and one pipeline of that kind."""
     return [(_heading(group), group[0]) for group in alike(plan)]
 
 
 def alike(plan: PipelinePlan) -> list[list[Pipeline]]:
-    """Pipelines of as many nodes and micro-batches, together."""
+    """Return the pipelines grouped by their numbers of nodes and micro-batches."""
     groups: dict[tuple[int, int], list[Pipeline]] = {}
     for pipeline in plan.pipelines:
         groups.setdefault((len(pipeline.nodes), pipeline.micro_batches), []).append(pipeline)
@@ -73,15 +74,15 @@ def _heading(group: Sequence[Pipeline]) -> str:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def _templates(console: Console, templates: Templates, plan: PipelinePlan) -> None:
+def _templates(screen: Screen, templates: Templates, plan: PipelinePlan) -> None:
     used = {len(pipeline.nodes) for pipeline in plan.pipelines}
     sizes = sorted(templates.by_nodes)
     shown = sorted(used | {sizes[at] for at in some(len(sizes), ROWS)})
     columns = [">nodes", "", ">lanes", ">stages", "layers of each~", ">memory", ">step", "optimal"]
     rows = [_template(templates.by_nodes[size], used=size in used) for size in shown]
-    _table(console, columns, rows, title=f"templates: {templates.reason}")
+    _table(screen, columns, rows, title=f"templates: {templates.reason}")
     note = f"memory: the fullest device; step: with {PER_DEVICE} micro-batches per device"
-    _say(console, note + _more(len(sizes) - len(shown), "template"), style="dim")
+    screen.say(note + _more(len(sizes) - len(shown), "template"), style="dim")
 
 
 def _template(one: Template, *, used: bool) -> list[str]:
@@ -97,7 +98,7 @@ def _template(one: Template, *, used: bool) -> list[str]:
     ]
 
 
-def _pipelines(console: Console, templates: Templates, plan: PipelinePlan) -> None:
+def _pipelines(screen: Screen, templates: Templates, plan: PipelinePlan) -> None:
     groups = alike(plan)
     rows = []
     for group in groups[:ROWS]:
@@ -105,45 +106,45 @@ def _pipelines(console: Console, templates: Templates, plan: PipelinePlan) -> No
         work = [str(one.micro_batches), seconds_text(one.seconds), f"{sum(idle) / len(idle):.0%}"]
         rows.append([str(len(group)), str(len(one.nodes)), *work, names_text([one.nodes for one in group])])
     columns = [">pipelines", ">of nodes", ">micro-batches", ">step", ">idle", "which~"]
-    _table(console, columns, rows, title=f"pipelines: {len(plan.pipelines)}")
-    _note(console, _more(len(groups) - ROWS, "kind"))
+    _table(screen, columns, rows, title=f"pipelines: {len(plan.pipelines)}")
+    _note(screen, _more(len(groups) - ROWS, "kind"))
     speed = plan.micro_batches * templates.profile.micro_batch / plan.seconds
     step = f"{count(plan.micro_batches, 'micro-batch')} in {seconds_text(plan.seconds)}: {speed:,.4g} samples/s"
-    _say(console, f"a step: {step}", style="bold green")
-    _say(console, plan.reason, style="dim")
+    screen.say(f"a step: {step}", style="bold green")
+    screen.say(plan.reason, style="dim")
 
 
-def _drawings(console: Console, plan: PipelinePlan) -> None:
+def _drawings(screen: Screen, plan: PipelinePlan) -> None:
     panels = headings(plan)
     for heading, pipeline in panels[:PANELS]:
         one = chart(pipeline)
-        _say(console)
-        _say(console, heading, style="bold")
-        for line in drawing(one, console.width):
-            console.print(line, no_wrap=True, overflow="crop")
+        screen.say()
+        screen.say(heading, style="bold")
+        for line in drawing(one, screen.console.width):
+            screen.console.print(line, no_wrap=True, overflow="crop")
         hidden = len(one.bars) - STAGES
-        _note(console, _more(hidden, "stage"))
-    console.print(legend())
-    _note(console, _more(len(panels) - PANELS, "kind"))
+        _note(screen, _more(hidden, "stage"))
+    screen.console.print(legend())
+    _note(screen, _more(len(panels) - PANELS, "kind"))
 
 
 # --- what comes after -----------------------------------------------------------------------------
 
 
-def _losses(console: Console, losses: LossesAtOnce) -> None:
+def _losses(screen: Screen, losses: LossesAtOnce) -> None:
     groups = same_outcome(losses.cases)
     rows = [
         [hits_text([case.hits for case in group]), f"{sum(case.alike for case in group):,}", *_outcome(group[0].after)]
         for group in groups[:ROWS]
     ]
     title = f"{count(losses.count, 'node')} lost{' at once' if losses.count > 1 else ''}, the worst first"
-    _table(console, ["lost~", ">ways", "pipelines then~", ">step", ">moved"], rows, title=title)
+    _table(screen, ["lost~", ">ways", "pipelines then~", ">step", ">moved"], rows, title=title)
     unseen = "" if losses.complete else f"; {len(losses.cases)} kinds of loss were looked at, there are more"
-    _note(console, _more(len(groups) - ROWS, "outcome") + unseen)
+    _note(screen, _more(len(groups) - ROWS, "outcome") + unseen)
 
 
 def same_outcome(cases: Sequence[LossCase]) -> list[list[LossCase]]:
-    """Cases after which the same is done, drawn together; they come with the worst first."""
+    """Return neighbouring cases with the same outcome as groups; the worst stays first."""
 
     def outcome(case: LossCase) -> tuple[object, ...]:
         return case.badness, *_outcome(case.after)
@@ -151,12 +152,12 @@ def same_outcome(cases: Sequence[LossCase]) -> list[list[LossCase]]:
     return [list(same) for _, same in groupby(cases, key=outcome)]
 
 
-def _fewer(console: Console, outlook: Outlook) -> None:
+def _fewer(screen: Screen, outlook: Outlook) -> None:
     if outlook.fewer:
         rows = [[str(one.nodes), *_outcome(one.after)] for one in outlook.fewer]
         seen = "" if all(one.complete for one in outlook.fewer) else " of a few"
         title = f"with fewer nodes: after the worst single loss{seen} from a plan for one node more"
-        _table(console, [">nodes left", "pipelines then~", ">step", ">moved"], rows, title=title)
+        _table(screen, [">nodes left", "pipelines then~", ">step", ">moved"], rows, title=title)
 
 
 def _outcome(after: PipelinePlan | Shortage) -> list[str]:
@@ -171,19 +172,15 @@ def _outcome(after: PipelinePlan | Shortage) -> list[str]:
 # --- on the terminal ------------------------------------------------------------------------------
 
 
-def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> None:
-    _say(console)
-    Screen(console).table(columns, rows, title=title)
-
-
-def _say(console: Console, text: str = "", *, style: str = "") -> None:
-    Screen(console).say(text, style=style)
+def _table(screen: Screen, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> None:
+    screen.say()
+    screen.table(columns, rows, title=title)
 
 
 def _more(number: int, noun: str) -> str:
     return f"; {count(number, f'more {noun}')}" if number > 0 else ""
 
 
-def _note(console: Console, text: str) -> None:
+def _note(screen: Screen, text: str) -> None:
     if text:
-        _say(console, text.removeprefix("; "), style="dim")
+        screen.say(text.removeprefix("; "), style="dim")

@@ -1,4 +1,4 @@
-"""A plan in words: pipelines, nodes, losses."""
+"""Parts of a plan as text: pipelines, layers, nodes, losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.words import ranges_text
 
 
 def runs(values: Iterable[int]) -> str:
-    """Equal neighbours drawn together.
+    """Return numbers as text, with equal neighbours drawn together.
 
     >>> runs([5, 5, 5, 4])
     '3×5 4'
@@ -23,7 +23,7 @@ def runs(values: Iterable[int]) -> str:
 
 
 def pipelines_text(sizes: Iterable[int]) -> str:
-    """How many pipelines of how many nodes.
+    """Return how many pipelines there are of each size.
 
     >>> pipelines_text([3, 2, 3])
     '1 of 2, 2 of 3'
@@ -32,7 +32,7 @@ def pipelines_text(sizes: Iterable[int]) -> str:
 
 
 def gap_text(gap: float) -> str:
-    """How far from the best a template can be.
+    """Return how far a template can be from the best one.
 
     >>> gap_text(0.0), gap_text(0.0042)
     ('proven', 'within 0.42%')
@@ -41,12 +41,12 @@ def gap_text(gap: float) -> str:
 
 
 def layers_text(stage: TemplateStage) -> str:
-    """The layers of a stage; the last one is included."""
+    """Return the layers of a stage, the last one included."""
     return f"{stage.first}" if stage.stop == stage.first + 1 else f"{stage.first}-{stage.stop - 1}"
 
 
 def names_text(pipelines: Sequence[Sequence[NodeName]], most: int = 3) -> str:
-    """The nodes of each pipeline, in their order; numbers that follow each other drawn together.
+    """Return the nodes of at most ``most`` pipelines; names with consecutive numbers are drawn together.
 
     >>> names_text([["n8", "n9", "n10", "n2"], ["a", "b"], ["c"]], most=2)
     'n8…n10 n2 | a b | …'
@@ -59,7 +59,7 @@ def names_text(pipelines: Sequence[Sequence[NodeName]], most: int = 3) -> str:
 
 
 def _successive(nodes: Sequence[NodeName]) -> list[list[NodeName]]:
-    """Runs of names that differ only in a number which counts up."""
+    """Return runs of names that differ only in a number that counts up."""
     runs: list[list[NodeName]] = []
     for node in nodes:
         name = node.rstrip("0123456789")
@@ -72,7 +72,7 @@ def _successive(nodes: Sequence[NodeName]) -> list[list[NodeName]]:
 
 
 def hits_text(cases: Sequence[Hits]) -> str:
-    """Losses with one and the same outcome: each if they hit one node, else one of them.
+    """Describe losses with the same outcome: all of them if each hits one node, else the first.
 
     >>> hits_text([(Hit(3, 8, (0,)),), (Hit(3, 8, (2,)),), (Hit(1, 8, (0,)),)])
     'node 0 or 2 of a pipeline of 3; a pipeline of 1'

@@ -1,4 +1,4 @@
-"""A step of each kind of pipeline as a picture: stages as rows, what they do as bars, bubbles in between."""
+"""Picture of a step: a row per stage, bars for its operations, bubbles in between; as data, and as PNG or SVG."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
 KINDS = ("forward", "backward", "send", "tail", "bubble")
 COLORS = dict(zip(KINDS, ("#8ec1ea", "#1f5f99", "#f2a33a", "#b9b9b9", "#f4f1ea"), strict=True))
-NAMES = {"tail": "gradients summed, update"}
-BARS = 300_000  # operations that are simulated for one picture
-DRAWN = 6_000  # bars above which an SVG gets a bitmap inside
-PANELS = 4
-ROWS = 24
+NAMES = {"tail": "gradients summed, update"}  # kinds that the legend calls otherwise
+BARS = 300_000  # operations simulated for one picture at most: bounds its time and memory
+DRAWN = 6_000  # bars of a panel above which an SVG contains a bitmap, to stay small
+PANELS = 4  # kinds of pipelines drawn at most, so that the picture fits on a page
+ROWS = 24  # stages drawn of a pipeline at most, so that the picture fits on a page
 
 Bar = tuple[float, float]  # begin, end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One lane of a pipeline through one step: for each stage and kind, when."""
+    """One step of a pipeline's first lane, in seconds from its begin."""
 
     template: Template
     micro_batches: int  # of this lane, as drawn
-    bars: tuple[dict[str, list[Bar]], ...]
-    idle: tuple[float, ...]  # of each stage, the share of the step that is bubble
-    filled: float  # until the first stage has its first backward behind it
-    done: float  # until the last backward; what is left is a tail
-    end: float
+    bars: tuple[dict[str, list[Bar]], ...]  # for each stage, the bars of each of the KINDS
+    idle: tuple[float, ...]  # for each stage, the share of the step that is bubble
+    filled: float  # end of the first stage's first backward
+    done: float  # end of the last backward; only gradient sums and updates follow
+    end: float  # end of the step
 
 
 def chart(pipeline: Pipeline) -> Chart:
-    """What the devices of a pipeline's first lane do in a step; its other lanes do the same beside it.
+    """Return what the devices of a pipeline's first lane do in a step. The other lanes do the same at the same time.
 
-    The step of a long pipeline with very many micro-batches is drawn with fewer (``Chart.micro_batches``);
-    ``idle`` is always of them all.
+    The step of a long pipeline with very many micro-batches is drawn with fewer (``Chart.micro_batches``), but
+    ``idle`` is for all of them.
     """
     template = pipeline.template
     times = [stage.times for stage in template.stages]
@@ -76,7 +76,7 @@ def _in_a_lane(pipeline: Pipeline) -> int:
 
 
 def _tail(pipeline: Pipeline, stage: TemplateStage) -> float:
-    """Seconds that a stage has to do after its last backward."""
+    """Return the seconds after a stage's last backward: gradient sums and update."""
     return stage.update + (0.0 if pipeline.alone else stage.exchange)
 
 
@@ -85,7 +85,7 @@ def _last(row: dict[str, list[Bar]]) -> float:
 
 
 def _between(row: dict[str, list[Bar]], end: float) -> list[Bar]:
-    """The bubbles: what no other bar covers."""
+    """Return the bubbles: the times that no other bar covers."""
     gaps, now = [], 0.0
     for begin, until in [*sorted(bar for bars in row.values() for bar in bars), (end, end)]:
         if begin > now + 1e-12:
@@ -95,14 +95,14 @@ def _between(row: dict[str, list[Bar]], end: float) -> list[Bar]:
 
 
 def idle_shares(pipeline: Pipeline) -> list[float]:
-    """For each stage, the share of the pipeline's step in which it does nothing at all."""
+    """Return for each stage the share of the pipeline's step in which it does nothing."""
     number, whole = _in_a_lane(pipeline), pipeline.seconds
     busy = [number * stage.times.total + _tail(pipeline, stage) for stage in pipeline.template.stages]
     return [max(0.0, 1 - seconds / whole) for seconds in busy]
 
 
 def some(count: int, most: int) -> list[int]:
-    """At most so many numbers below ``count``, evenly spread, the first and the last among them.
+    """Return at most ``most`` numbers below ``count``, evenly spread, with the first and the last.
 
     >>> some(4, 8), some(100, 5)
     ([0, 1, 2, 3], [0, 25, 50, 74, 99])
@@ -113,7 +113,7 @@ def some(count: int, most: int) -> list[int]:
 
 
 def save(path: Path, *, title: str, panels: Sequence[tuple[str, Pipeline]]) -> None:
-    """Writes one panel below the other, each with its heading, as PNG or SVG by the path's ending.
+    """Write panels (heading, pipeline) one below the other, as PNG or SVG by the path's ending.
 
     At most ``PANELS`` are drawn, and at most ``ROWS`` stages of each; headings say what they stand for.
     """
@@ -124,7 +124,7 @@ def save(path: Path, *, title: str, panels: Sequence[tuple[str, Pipeline]]) -> N
 
     charts = [(heading, chart(pipeline)) for heading, pipeline in panels[:PANELS]]
     heights = [min(len(one.bars), ROWS) + 2.2 for _, one in charts]
-    # Text as text makes an SVG small; a salt and no date make the same plan the same file.
+    # Text as text makes an SVG small. With a fixed salt and without a date, the same plan gives the same file.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
         figure, grid = plt.subplots(
             len(charts),
@@ -179,7 +179,7 @@ def _label(one: Chart, stage: int) -> str:
 
 
 def _number(axes: Axes, one: Chart, rows: Sequence[int], longest: float) -> None:
-    """The micro-batch's number in each bar that is wide enough for it."""
+    """Write the number of its micro-batch into each bar that is wide enough."""
     for row, stage in enumerate(rows):
         for kind in ("forward", "backward"):
             for number, (begin, end) in enumerate(one.bars[stage][kind]):

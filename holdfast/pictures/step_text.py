@@ -1,4 +1,4 @@
-"""A pipeline's step in characters: a row per stage, each character what the stage does most of that time."""
+"""Picture of a step in characters: a row per stage; a character shows what the stage does most of that time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rich.text import Text
 from holdfast.pictures.plan_words import layers_text
 from holdfast.pictures.step_chart import KINDS, NAMES, Bar, Chart, some
 
-STAGES = 12  # rows of a picture
+STAGES = 12  # rows of a picture at most, so that several fit on a screen
 # Each kind has a character of its own, for terminals without colour.
 LOOK = dict(zip(KINDS, (("░", "cyan"), ("█", "blue"), ("▸", "yellow"), ("=", "magenta"), ("·", "dim")), strict=True))
 CUT = " ┆ "  # where a part of the step is left out
 
-TAIL = 0.1  # of a window
+TAIL = 0.1  # share of the width for the gradient sums and the update at the end of a step
 
 Window = tuple[float, float, int]  # begin, end, characters
 
 
 def drawing(one: Chart, width: int) -> list[Text]:
-    """The rows, the time axis below them, and what is not drawn."""
+    """Return the lines of the picture: the stages, the time axis, and a note about what is not drawn."""
     rows = some(len(one.bars), STAGES)
     labels = [label(one, stage) for stage in rows]
     margin = max(map(len, labels)) + 1
@@ -41,6 +41,7 @@ def drawing(one: Chart, width: int) -> list[Text]:
 
 
 def legend() -> Text:
+    """Return a line with the character of each kind."""
     line = Text()
     for kind, (character, style) in LOOK.items():
         line.append(character * 2, style).append(f" {NAMES.get(kind, kind)}   ")
@@ -49,15 +50,16 @@ def legend() -> Text:
 
 
 def label(one: Chart, stage: int) -> str:
+    """Return the name of a row: its node and layers."""
     at = one.template.stages[stage]
     return f"node {at.node} layers {layers_text(at)}"
 
 
 def windows(one: Chart, width: int) -> list[Window]:
-    """The whole step, if a forward is then at least a character wide; else its begin and its end.
+    """Return the parts of a step that are drawn: all of it if a forward is then a character wide, else begin and end.
 
-    A deep pipeline's begin has to be drawn smaller than that, to have room for the first backward. Of a long
-    tail only the begin is drawn, for it is the same all over.
+    The begin of a deep pipeline is drawn smaller than that, to have room for the first backward. Of a long tail only
+    the begin is drawn: nothing new happens in it.
     """
     last = min(one.end, one.done * (1 + TAIL))
     shortest = min(end - begin for row in one.bars for begin, end in row["forward"][:1])
@@ -70,7 +72,7 @@ def windows(one: Chart, width: int) -> list[Window]:
 
 
 def strip(row: dict[str, list[Bar]], window: Window) -> list[str]:
-    """For each character, the kind that takes the largest part of its time."""
+    """Return for each character the kind that takes the largest part of its time."""
     begin, end, characters = window
     edges = np.linspace(begin, end, characters + 1)
     taken = np.array([occupied(row[kind], edges) for kind in KINDS])
@@ -78,7 +80,7 @@ def strip(row: dict[str, list[Bar]], window: Window) -> list[str]:
 
 
 def occupied(bars: Sequence[Bar], edges: np.ndarray) -> np.ndarray:
-    """How much of the time between each two edges the bars cover.
+    """Return how much of the time between neighbouring edges the bars cover.
 
     >>> occupied([(0.5, 2.0)], np.array([0.0, 1.0, 2.0, 3.0])).tolist()
     [0.5, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""Throughput over time in one picture: a panel for each system, before the ideal, and the nodes there were."""
+"""Picture of throughput over time: a panel for each system with the ideal behind it, and the number of nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from holdfast.simulate.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BINS = 400  # stretches of time: what lasts shorter shows as a dent
-LONGEST = 110  # letters of a line above
+BINS = 400  # stretches of time; about a pixel each, so shorter events show as a dent
+LONGEST = 110  # characters of a title line: more would not fit
 OURS, OTHERS, IDEAL, NODES = "#d62839", "#3a6ea5", "#dfe4ea", "#9aa5b1"
 
 
 def plot(path: Path, trace: Trace, model: str, outcomes: Sequence[SystemOutcome], ideal: SystemOutcome) -> None:
-    """Writes the picture; systems that cannot run are named in the title."""
+    """Write the picture as PNG or SVG by the path's ending; systems that cannot run are named in the title.
+
+    Raises HoldfastError if the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,7 +48,7 @@ def plot(path: Path, trace: Trace, model: str, outcomes: Sequence[SystemOutcome]
         figure.supylabel("throughput (samples/s)", fontsize=11)
         try:
             figure.savefig(path)
-        except OSError as e:  # a full disk, say: the folder has been tried before
+        except OSError as e:  # a full disk, say: check_path has tried the folder before
             raise HoldfastError(f"the plot {path} cannot be written: {e.strerror or e}") from e
         finally:
             plt.close(figure)

@@ -1,1 +1,4 @@
-"""Who does what: pure functions from membership to roles."""
+"""Decisions: pure functions from layer costs, workers and losses to pipelines, each with its reason.
+
+No file, clock or network is read here. The same input gives the same answer on every worker.
+"""

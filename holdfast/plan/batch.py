@@ -1,4 +1,4 @@
-"""How many micro-batches each pipeline gets: all of them in all, the slowest pipeline as fast as possible."""
+"""Shares of a step's micro-batches: for pipelines by their speed, for equal workers in equal parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from holdfast.plan.template import CLOSE, Template
 
 
 def split(micro_batches: int, templates: Sequence[Template]) -> list[int]:
-    """Micro-batches for one pipeline of each template given, at least one each.
+    """Return the number of micro-batches for each pipeline, so that the slowest pipeline ends as early as possible.
+
+    ``micro_batches`` is the step's number, ``templates`` has one entry per pipeline. Each pipeline gets at least one.
+    Raises UsageError if there are fewer micro-batches than pipelines.
 
     >>> from holdfast.plan.template import make_templates
     >>> from holdfast.plan.profile import uniform
@@ -32,7 +35,10 @@ def split(micro_batches: int, templates: Sequence[Template]) -> list[int]:
 
 
 def _least_seconds(micro_batches: int, templates: Sequence[Template]) -> float:
-    """The shortest step that has time for all micro-batches, but for pipelines that take longer for a single one."""
+    """Return the shortest step, in seconds, in which the pipelines together can compute all micro-batches.
+
+    A pipeline that needs longer than that for a single micro-batch still counts with one: see ``_shares``.
+    """
     low, high = 0.0, max(template.seconds(1) for template in templates)
     while sum(_shares(high, templates)) < micro_batches:
         low, high = high, 2 * high
@@ -46,14 +52,14 @@ def _least_seconds(micro_batches: int, templates: Sequence[Template]) -> float:
 
 
 def _shares(seconds: float, templates: Sequence[Template]) -> list[int]:
-    """What each has time for, and one for whoever has not even the time for that."""
+    """Return how many micro-batches each pipeline can compute in a step of so many seconds, but at least one."""
     kinds = {id(template): template for template in templates}
     most = {kind: max(template.capacity(seconds), 1) for kind, template in kinds.items()}
     return [most[id(template)] for template in templates]
 
 
 def _take_back(surplus: int, given: list[int], templates: Sequence[Template]) -> None:
-    """Takes micro-batches off whoever is slowest, one by one."""
+    """Take ``surplus`` micro-batches away, each from the pipeline that is slowest at that moment."""
     order = [(-template.seconds(given[place]), place) for place, template in enumerate(templates) if given[place] > 1]
     heapq.heapify(order)
     for _ in range(surplus):
@@ -64,7 +70,9 @@ def _take_back(surplus: int, given: list[int], templates: Sequence[Template]) ->
 
 
 def shares(micro_batches: int, workers: int) -> list[range]:
-    """Consecutive shares, as equal as can be; workers beyond the micro-batches get none.
+    """Return each worker's micro-batches of a step: consecutive ranges of equal length, give or take one.
+
+    With more workers than micro-batches some ranges are empty.
 
     >>> shares(8, 3)
     [range(0, 2), range(2, 5), range(5, 8)]

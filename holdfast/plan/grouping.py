@@ -1,9 +1,10 @@
-"""Which boundaries to log: stages between two logged boundaries are one group, and are computed again together.
+"""Choice of the boundaries to log, within a budget. Stages between two logged boundaries form a group.
 
-A lost stage's group replays the steps since the last checkpoint from what crossed its two ends. More logged boundaries
-make smaller groups, which are back sooner; but the log is kept until the next checkpoint and must fit into its budget.
-The best choice is a shortest path over boundaries with a limit on its bytes. A price on bytes gives a bound that no
-path with a given beginning can be below; only beginnings that may still beat the best known path are followed.
+When a stage is lost, its whole group computes the steps since the last checkpoint again, from what crossed the two
+ends of the group. More logged boundaries make smaller groups, which recover sooner; but the log is kept until the next
+checkpoint and must fit into its budget. The best choice is a shortest path over boundaries with a limit on its bytes.
+A price per byte (a Lagrange multiplier) gives a lower bound for every beginning of a path; the search follows only
+beginnings whose bound is below the best path found so far.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy.typing as npt
 from holdfast.errors import UsageError
 from holdfast.plan.profile import MOST_BYTES
 
-WIDTHS = (64, 1024, 32768)  # beginnings followed per boundary: what a rough search finds makes the exact one short
-EQUAL = 1e-12  # of the expected time: rounding, not a difference
+# Beginnings of paths kept per boundary, in three searches: a path found by a narrow search prunes the wider ones.
+WIDTHS = (64, 1024, 32768)
+EQUAL = 1e-12  # relative: times that differ by less differ only by rounding
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -27,7 +29,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """The groups, and the boundaries between them: boundary i lies behind stage i."""
+    """Groups of stages, and the logged boundaries between them. Boundary i lies behind stage i."""
 
     groups: tuple[range, ...]
     logged: tuple[int, ...]
@@ -46,11 +48,13 @@ def choose_groups(
     budget: int,
     stages_per_node: int = 1,
 ) -> Grouping:
-    """The groups that are back soonest among those whose log fits into ``budget`` bytes.
+    """Choose the groups with the least expected recovery time among those whose log fits into ``budget`` bytes.
 
-    Stage i takes ``recovery_seconds[i]`` to replay a step; ``boundary_bytes[i]`` cross the boundary behind it per step,
-    in both directions. A group takes what its stages take, and what its inner boundaries take at ``bandwidth``. The log
-    is kept for ``interval`` steps. Stages of one node are lost together, so nothing is logged between them.
+    Stage i takes ``recovery_seconds[i]`` seconds to compute a step again; ``boundary_bytes[i]`` bytes cross the
+    boundary behind it per step, both directions together. A group takes the sum over its stages, plus the time to
+    send over its inner boundaries at ``bandwidth`` bytes per second. The log is kept for ``interval`` steps. Stages
+    of one node are lost together, so nothing is logged between them. Raises UsageError for negative or missing
+    numbers.
 
     >>> chosen = choose_groups(
     ...     recovery_seconds=[1.0, 1.0, 1.0, 1.0], boundary_bytes=[50, 80, 50], bandwidth=100, interval=10, budget=1000
@@ -79,10 +83,11 @@ def choose_groups(
 
 
 def longest_interval(*, bytes_per_step: int, budget: int) -> int | None:
-    """The most steps from one checkpoint to the next for which a log fits; None: any number, nothing is logged.
+    """Return the most steps from one checkpoint to the next for which a log fits into ``budget`` bytes.
 
-    The log of a step is dropped when a later checkpoint is durable everywhere, so the steps that a save
-    takes belong to the interval.
+    None means any number, because nothing is logged. The log of a step is dropped when a later checkpoint is durable
+    on every worker, so the steps made while a checkpoint is written belong to the interval. Raises UsageError for
+    negative numbers.
 
     >>> longest_interval(bytes_per_step=180, budget=1000)
     5
@@ -125,17 +130,17 @@ def _reason(network: _Network, logged: int, boundaries: int, seconds: float, kep
 
 @dataclass(frozen=True, kw_only=True)
 class _Front:
-    """The choices up to an end: none has both fewer bytes and less time than another."""
+    """Pareto front of the paths to one end: no path in it has both fewer bytes and less time than another."""
 
     bytes: Integers
     seconds: Floats
     source: Integers  # where the choice's last group begins
-    place: Integers  # in the front there
+    place: Integers  # index of the path before that group, in the front of ``source``
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Network:
-    """A graph of ends 0 … n, one behind each node. An edge is a group, with its part of the expected time."""
+    """A graph whose vertices are the ends 0 … n between nodes. An edge is a group, weighted with its expected time."""
 
     nodes: int
     stop: list[int]  # the stage that follows each end
@@ -144,6 +149,7 @@ class _Network:
 
     @classmethod
     def of(cls, recovery: Sequence[float], sizes: Sequence[int], bandwidth: float, together: int) -> _Network:
+        """Build the graph; ``together`` is the number of stages on a node."""
         stages = len(recovery)
         stop = np.array([*range(0, stages, together), stages])
         nodes = len(stop) - 1
@@ -158,12 +164,12 @@ class _Network:
         return cls(nodes=nodes, stop=stop.tolist(), crossing=crossing, seconds=seconds / nodes)
 
     def cost_of(self, path: Sequence[int]) -> tuple[float, int]:
-        """The expected seconds and the bytes per step of groups with these ends."""
+        """Return the expected seconds and the bytes per step of groups with these ends."""
         edges = zip([0, *path], path, strict=False)
         return math.fsum(self.seconds[edge] for edge in edges), int(sum(self.crossing[list(path)].tolist()))
 
     def cheapest(self, capacity: int) -> tuple[list[int], float]:
-        """The best path of at most so many bytes per step, and a bound that no such path can be below."""
+        """Return the best path found with at most ``capacity`` bytes per step, and a lower bound for all of them."""
         known, prices = self._hull(capacity)
         bound = self.cost_of(known)[0] if not prices else 0.0
         for width in WIDTHS if prices else ():
@@ -179,10 +185,10 @@ class _Network:
         return float(f"{seconds:.12g}"), crossing
 
     def _hull(self, capacity: int) -> tuple[list[int], list[float]]:
-        """A path that fits, and the prices per byte at which it competes with paths that do not: none, if all fit.
+        """Return a path that fits, and the prices per byte to bound others with; no prices if the fastest path fits.
 
-        The two paths beside the capacity on the lower hull of all (bytes, seconds), found by asking for
-        the cheapest path at the price at which the last two cost the same.
+        The path is a corner of the lower convex hull of all (bytes, seconds). Each round asks for the cheapest path at
+        the price that makes the best path within the capacity and the best one beyond it cost the same.
         """
         over = self._fastest()
         if self.cost_of(over)[1] <= capacity:
@@ -200,7 +206,7 @@ class _Network:
             over, under = (path, under) if crossing > capacity else (over, path)
 
     def _fastest(self) -> list[int]:
-        """The least seconds whatever the bytes, and of those the fewest bytes: groups that take no time need no log."""
+        """Return the path with the least seconds and, among equals, the fewest bytes. Its bytes are not limited."""
         seconds, sizes, sources = np.zeros(self.nodes + 1), np.zeros(self.nodes + 1), [0]
         for end in range(1, self.nodes + 1):
             totals = seconds[:end] + self.seconds[:end, end]
@@ -214,20 +220,21 @@ class _Network:
         return path
 
     def _forward(self, price: float) -> Floats:
-        """The least that a path to each end costs, with bytes at this price."""
+        """Return the least cost of a path from the first end to each end, with bytes at this price."""
         least = np.zeros(self.nodes + 1)
         for end in range(1, self.nodes + 1):
             least[end] = (least[:end] + self.seconds[:end, end]).min() + price * self.crossing[end]
         return least
 
     def _backward(self, price: float) -> Floats:
-        """The least that is still to come behind each end."""
+        """Return the least cost of a path from each end to the last one, with bytes at this price."""
         least = np.zeros(self.nodes + 1)
         for end in range(self.nodes - 1, -1, -1):
             least[end] = (least + self.seconds[end] + price * self.crossing)[end + 1 :].min()
         return least
 
     def _path(self, price: float) -> list[int]:
+        """Return the cheapest path with bytes at this price."""
         least = self._forward(price)
         path = [self.nodes]
         while path[0] > 0:
@@ -236,7 +243,7 @@ class _Network:
         return path[1:]
 
     def _search(self, capacity: int, prices: list[float], limit: float, width: int) -> tuple[list[int], float]:
-        """The best path that is found within capacity and limit, and a bound for those that were not followed."""
+        """Return the best path within capacity and limit, and a lower bound for the paths that were cut off."""
         ahead = [self._backward(price) for price in prices]
         empty = np.zeros(1, dtype=np.int64)
         fronts = [_Front(bytes=empty, seconds=np.zeros(1), source=empty, place=empty)]
@@ -259,6 +266,7 @@ class _Network:
         return _trace(fronts), bound
 
     def _arrivals(self, fronts: list[_Front], sources: Integers, end: int) -> _Front:
+        """Return all paths to ``end`` whose last group begins at one of ``sources``."""
         parts = [fronts[source] for source in sources]
         counts = [len(part.bytes) for part in parts]
         none: list[Integers] = [np.zeros(0, dtype=np.int64)]
@@ -272,6 +280,7 @@ class _Network:
 
 
 def _undominated(front: _Front, chosen: Integers) -> Integers:
+    """Keep the paths that no other one beats in both bytes and seconds."""
     chosen = chosen[np.lexsort((front.seconds[chosen], front.bytes[chosen]))]
     seconds = front.seconds[chosen]
     best_before = np.concatenate([[np.inf], np.minimum.accumulate(seconds)[:-1]])
@@ -279,7 +288,7 @@ def _undominated(front: _Front, chosen: Integers) -> Integers:
 
 
 def _promising(chosen: Integers, bounds: Floats, width: int) -> Integers:
-    """Half of them have the lowest bounds; the others are spread over the bytes, as bounds may all be equal."""
+    """Keep about ``width`` paths: half with the lowest bounds, half spread over the bytes (bounds may all be equal)."""
     lowest = np.argsort(bounds[chosen], kind="stable")[: width // 2]
     spread = np.linspace(0, len(chosen) - 1, width // 2).astype(np.int64)
     return chosen[np.union1d(lowest, spread)]
@@ -295,7 +304,7 @@ def _take(front: _Front, places: Integers) -> _Front:
 
 
 def _trace(fronts: list[_Front]) -> list[int]:
-    """The fastest choice at the last end, from its end; nothing if no choice was left."""
+    """Return the ends of the fastest path to the last end; an empty list if no path was kept."""
     end = len(fronts) - 1
     if not len(fronts[end].bytes):
         return []

@@ -1,9 +1,9 @@
-"""Which worker takes which place, so that no host takes every copy of a layer with it.
+"""Assignment of workers to the places of a layout, so that the loss of one host leaves a copy of every layer.
 
-A layout says which places there are; here the workers are dealt out to them. Hosts are failure domains of any
-sizes. The places of a layer (one in each pipeline) must be on enough different hosts; among the ways to do that,
-the one that moves the fewest bytes is looked for best first: the cheapest assignment without regard to hosts is a
-lower bound, and where it breaks a rule, the ways to mend that are its branches.
+A layout says which places (stages of pipelines) there are. Hosts are failure domains of any size. The copies of a
+layer, one in each pipeline, must be on enough different hosts; of all assignments that achieve this, the one that
+moves the fewest bytes is searched, best first. The cheapest assignment without regard to hosts is a lower bound.
+Where it puts too many copies on one host, each way to move one of them away is a branch of the search.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 from holdfast.plan.layout import Layout
 from holdfast.words import count, ranges_text
 
-EFFORT = 120  # assignments looked at for the fewest bytes; as many again for any that keeps the rules
+# Assignments tried while looking for the fewest bytes; then as many again for any with enough hosts.
+EFFORT = 120
 EXACT = 2**52  # whole numbers up to here are exact in floating point
 
-Domains = tuple[int, ...]  # the hosts that each place may be on, as bits
+Domains = tuple[int, ...]  # for each place the hosts that it may be on, as a bit mask
 
 
 def spread(
@@ -35,10 +36,11 @@ def spread(
     sizes: Sequence[int],
     barred: Collection[int] = (),
 ) -> Layout:
-    """Puts each layer on min(copies, tolerate + 1) hosts if that can be done, and moves the fewest bytes for it.
+    """Return the layout with workers exchanged so that each layer is on min(copies, tolerate + 1) hosts.
 
-    ``hosts`` and ``held`` tell each rank's host and layers, ``sizes`` each layer's bytes. Ranks that have no place
-    may get one, except for those that are ``barred`` because they are about to leave.
+    Among such layouts it takes one that moves few bytes; if there is none, each layer is on as many hosts as possible.
+    ``hosts`` and ``held`` give each rank's host and the layers that it holds now, ``sizes`` each layer's bytes. Ranks
+    without a place may get one, except ``barred`` ones, which are about to leave.
 
     >>> from holdfast.plan.layout import Layout, PlacedPipeline
     >>> stages = (range(0, 2), range(2, 4))
@@ -68,7 +70,7 @@ def spread(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Neighbouring layers that the same places hold."""
+    """Neighbouring layers that are held by the same places."""
 
     layers: range
     places: tuple[int, ...]
@@ -76,7 +78,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentTask:
-    """What is to be assigned: a row for each place, a column for each rank that may have one."""
+    """An assignment problem: a row for each place, a column for each rank that may take one."""
 
     cost: NDArray[np.float64]
     host_of: NDArray[np.int64]
@@ -84,21 +86,22 @@ class AssignmentTask:
 
     @cached_property
     def room(self) -> list[int]:
-        """The ranks on each host."""
+        """Number of ranks on each host."""
         return [int(number) for number in np.bincount(self.host_of)]
 
     @property
     def anywhere(self) -> list[int]:
+        """Bit masks that allow every place on every host."""
         return [(1 << len(self.room)) - 1] * len(self.cost)
 
     def assign(self, domains: Sequence[int]) -> list[int] | None:
-        """The column of each row that is cheapest within these hosts."""
+        """Return the column of each row in the cheapest assignment within these hosts; None if there is none."""
         width = len(self.room) // 8 + 1
         packed = np.frombuffer(b"".join(domain.to_bytes(width, "little") for domain in domains), dtype=np.uint8)
         allowed = np.unpackbits(packed.reshape(len(domains), width), axis=1, bitorder="little")
         try:
             _, columns = linear_sum_assignment(np.where(allowed[:, self.host_of], self.cost, np.inf))
-        except ValueError:  # none is left
+        except ValueError:  # scipy's word for: no assignment is possible
             return None
         return [int(column) for column in columns]
 
@@ -114,11 +117,13 @@ def _groups(places: Sequence[range], layers: int) -> tuple[LayerGroup, ...]:
 def _costs(
     places: Sequence[range], held: Sequence[Collection[int]], sizes: Sequence[int], given: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Bytes each rank lacks for each place; among equals, as few as can be leave their place."""
+    """Return the bytes that each rank lacks for each place, scaled, plus 1 for ranks that would leave their place."""
     has = np.array([[layer in layers for layer in range(len(sizes))] for layers in held], dtype=bool)
     needs = np.array([[layer in place for layer in range(len(sizes))] for place in places], dtype=bool)
     weights = [int(size) for size in sizes]
-    while sum(weights) * (len(places) + 1) ** 2 > EXACT:  # every worker must get the same sums
+    while (
+        sum(weights) * (len(places) + 1) ** 2 > EXACT
+    ):  # sums must be exact: every worker computes the same assignment
         weights = [weight // 2 for weight in weights]
     bytes_of = np.array(weights, dtype=np.float64)
     cost: NDArray[np.float64] = (needs * bytes_of) @ (~has).T.astype(np.float64) * (len(places) + 1)
@@ -131,7 +136,7 @@ def _costs(
 
 
 class HostSearch:
-    """Assignments with every group of places on at least so many hosts, best first."""
+    """Best-first search for the cheapest assignment that has each group on at least ``needs`` hosts."""
 
     def __init__(self, task: AssignmentTask, needs: Sequence[int]) -> None:
         self.task = task
@@ -140,10 +145,12 @@ class HostSearch:
         self._open: list[tuple[float, float, int, Domains, list[int]]] = []
 
     def run(self, effort: int) -> list[int] | None:
-        """The column of each row. None: there is no such assignment, or none was found with this effort."""
+        """Return the column of each row; None if there is no such assignment or it was not found with this effort."""
         self._look_at(self.task.anywhere, greedy=False)
         for greedy in (False, True):
-            if greedy:  # the fewest bytes are out of reach: any that keeps the rules
+            if (
+                greedy
+            ):  # finding the fewest bytes takes too long: from here on, any assignment with enough hosts will do
                 self._open = [(broken, bound, n, domains, columns) for bound, broken, n, domains, columns in self._open]
                 heapq.heapify(self._open)
             while self._open and self.looked_at < effort * (1 + greedy):
@@ -154,7 +161,7 @@ class HostSearch:
         return self._deal(effort) if self._open else None
 
     def _deal(self, effort: int) -> list[int] | None:
-        """Where rules are tight, bytes lead astray: host by host, beginning with the first layers."""
+        """Fill the places one by one, most constrained first, without regard to bytes: for tight problems."""
         waiting = [self.task.anywhere]
         order = list(dict.fromkeys(place for group in self.task.groups for place in group.places))
         while waiting and effort > 0:
@@ -173,7 +180,10 @@ class HostSearch:
         return None
 
     def _branch(self, domains: Domains, columns: Sequence[int], *, greedy: bool) -> None:
-        """A broken group is on too few hosts: some place of it, the first say, has to be on another one."""
+        """Open one branch per place of a group that is on too few hosts: that place goes to a host not yet used.
+
+        The branches exclude each other: in each, the places before keep to the hosts used so far.
+        """
         host_of = self.task.host_of[columns].tolist()
         choices = []
         for group, need in zip(self.task.groups, self.needs, strict=True):
@@ -189,6 +199,7 @@ class HostSearch:
             before[place] &= used
 
     def _look_at(self, domains: list[int], *, greedy: bool) -> None:
+        """Solve the assignment within these hosts, and queue it for branching."""
         if not self._narrow(domains):
             return
         self.looked_at += 1
@@ -198,12 +209,13 @@ class HostSearch:
             heapq.heappush(self._open, (*keys, -self.looked_at, tuple(domains), columns))
 
     def _broken(self, columns: list[int]) -> int:
+        """Return how many hosts are missing, summed over all groups."""
         host_of = self.task.host_of[columns].tolist()
         used = [_bits(host_of[place] for place in group.places).bit_count() for group in self.task.groups]
         return sum(max(0, need - number) for number, need in zip(used, self.needs, strict=True))
 
     def _narrow(self, domains: list[int]) -> bool:
-        """Strikes out hosts that a place cannot be on any more. False: some place has none left."""
+        """Remove hosts that a place can no longer be on. Returns False if some place has none left."""
         before: list[int] = []
         while before != domains:
             before = list(domains)
@@ -212,6 +224,7 @@ class HostSearch:
         return True
 
     def _narrow_groups(self, domains: list[int]) -> bool:
+        """Where every open place of a group must bring a new host, remove the hosts that the group already has."""
         for group, need in zip(self.task.groups, self.needs, strict=True):
             sure, free = 0, []
             for place in group.places:
@@ -222,7 +235,7 @@ class HostSearch:
             left = sure.bit_count() + len(free)
             if left < need:
                 return False
-            if left == need:  # each that is not sure yet has to bring a new host
+            if left == need:
                 for place in free:
                     domains[place] &= ~sure
                     if not domains[place]:
@@ -230,7 +243,7 @@ class HostSearch:
         return True
 
     def _narrow_hosts(self, domains: list[int]) -> bool:
-        """A host that is full takes nobody else."""
+        """Remove hosts whose ranks are all taken from the other places."""
         for host, room in enumerate(self.task.room):
             sure = domains.count(1 << host)
             if sure > room:
@@ -250,7 +263,7 @@ def _bits(hosts: Iterable[int]) -> int:
 
 
 def _solve(task: AssignmentTask, wanted: int, sizes: Sequence[int]) -> list[int]:
-    """Every layer on as many hosts as wanted; where that cannot be, on as many as can be."""
+    """Return an assignment with each layer on ``wanted`` hosts, or on as many as possible, large layers first."""
     needs = [1] * len(task.groups)
     for need in range(wanted, 0, -1):
         search = HostSearch(task, [min(need, len(group.places)) for group in task.groups])

@@ -1,7 +1,7 @@
-"""The layout of a generation: which workers form which pipelines, and who holds which layers.
+"""Choice of the layout of a generation: which workers form which pipelines, and which layers each holds.
 
-Pure: every worker works it out from what all of them know, and nobody has to be told. A worker is a node of
-the planner's, with one device and one stage.
+Every worker computes the layout by itself, from what all workers know; no message is needed. To the planner a worker
+is a node with one device and one stage.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import UsageError
-from holdfast.plan.fixed import CutPoints, best_merge, fewest_workers, fixed_cut
+from holdfast.plan.fixed_stages import CutPoints, best_merge, fewest_workers, fixed_cut
 from holdfast.plan.hosts import spread
 from holdfast.plan.layout import ALONE, Layout, PlacedPipeline
 from holdfast.plan.pipeline_counts import Demand, fewest_pipelines
 from holdfast.plan.place import place
 from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import LayerCost, Profile
-from holdfast.plan.stock import Stock, stock_of
 from holdfast.plan.template import Template, Templates
+from holdfast.plan.template_stock import Stock, stock_of
 from holdfast.words import count
 
-SLACK = 0.02  # a step that is so much longer is as good, if less has to be sent for it
+SLACK = 0.02  # relative: a step may be 2% longer if fewer bytes have to be sent for it
 
 
 def lay_out(
@@ -39,12 +39,14 @@ def lay_out(
     hosts: Mapping[str, str],
     sizes: Sequence[int] | None = None,
 ) -> Layout | Shortage:
-    """The layout of a generation of ``workers``, in the order of their ranks.
+    """Return the layout of a generation of ``workers`` (names in the order of ranks), or a Shortage with its reason.
 
-    With ``stages`` (their number, or the layers of each) all pipelines are alike; without, the planner forms the
-    fastest ones that ``profile`` promises; without a profile too, every worker holds all layers. ``held`` are the
-    layers that workers have now: of equally good layouts, the one that moves the fewest bytes (``sizes`` are those
-    of each layer, where there is no profile). Who is ``leaving`` gets no place unless the others are too few.
+    With ``stages`` (their number, or the number of layers of each) all pipelines are alike. Without it the planner
+    forms the fastest pipelines by ``profile``; without a profile too, every worker holds all ``layers``. ``held`` are
+    the layers that workers have now: of equally good layouts it takes the one that moves the fewest bytes (``sizes``
+    are the bytes of each layer, used where there is no profile). Workers that are ``leaving`` get no place unless the
+    others are too few. ``tolerate`` is the number of simultaneous losses to survive; ``hosts`` gives the host of each
+    worker, for layers to have copies on several. Raises UsageError if the profile or ``stages`` do not fit the model.
 
     >>> layout = lay_out(layers=10, workers=["a", "b", "c", "d", "e"], held={}, leaving=(), micro_batches=8,
     ...                  tolerate=1, stages=2, profile=None, hosts={})
@@ -86,7 +88,7 @@ def lay_out(
 
 
 def _fixed(layers: int, stages: int | Sequence[int] | None, profile: Profile | None) -> CutPoints | None:
-    """The cut that all pipelines have; None: the planner may choose."""
+    """Return the cut that all pipelines have; None if the planner may choose."""
     if profile is not None and len(profile.layers) != layers:
         raise UsageError(
             f"the profile has {count(len(profile.layers), 'layer')}, the model {layers}",
@@ -98,13 +100,13 @@ def _fixed(layers: int, stages: int | Sequence[int] | None, profile: Profile | N
 
 
 def _stock(profile: Profile | None) -> Stock:
-    assert profile is not None, "nothing is planned without one"
+    assert profile is not None, "without a profile the stages are fixed"
     return stock_of(profile)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What there is to lay out, and on whom."""
+    """Input of a layout, with the workers to use."""
 
     micro_batches: int
     tolerate: int
@@ -122,7 +124,7 @@ def _crew(
     minimum: int,
     sizes: Sequence[int],
 ) -> list[str]:
-    """Who is not leaving, and as many of the others as it takes to train at all: those that hold the most."""
+    """Return the workers to use: all that stay and, if those are too few to train, leaving ones that hold the most."""
     staying = [worker for worker in workers if worker not in leaving]
     others = [worker for worker in workers if worker in leaving]
     others.sort(key=lambda worker: -sum(sizes[layer] for layer in held.get(worker, ())))
@@ -154,9 +156,10 @@ def _longest_run(layers: Collection[int]) -> range:
 
 
 def _alike(job: _Job, fixed: CutPoints) -> tuple[tuple[PlacedPipeline, ...], list[str]]:
-    """Pipelines of the same stages, as many as there are workers for.
+    """Return pipelines of the same stages, as many as there are workers for, and sentences about them.
 
-    Who is left over waits, unless there are too few copies of the layers: those are worth more than equal stages.
+    Workers that are left over wait. But if there are too few copies of the layers to survive the losses, they form
+    one more pipeline with merged stages.
     """
     cut = best_merge(fixed, len(job.crew), job.profile)
     assert cut is not None, "there are enough workers"
@@ -179,7 +182,7 @@ def _roles(cut: CutPoints) -> tuple[range, ...]:
 
 
 def _template(job: _Job, fixed: CutPoints, cut: CutPoints) -> Template | None:
-    """How long such a pipeline takes, if that is known."""
+    """Return the template with this cut, which knows how long a step takes; None if there is none."""
     if job.profile is None or cut != fixed or len(cut) <= 2:
         return None
     template = stock_of(job.profile).template(len(cut) - 1)
@@ -207,11 +210,11 @@ def _layer(size: int) -> LayerCost:
 
 
 def _planned(job: _Job) -> tuple[tuple[PlacedPipeline, ...], list[str]]:
-    """The planner's pipelines."""
+    """Return the pipelines that the planner finds, and sentences about them."""
     stock = _stock(job.profile)
     survived = min(job.tolerate, len(job.crew) // stock.minimum - 1)
     templates = stock.templates(len(job.crew), tolerate=survived)
-    # With fewer micro-batches than pipelines, some hold copies and compute nothing: losses are survived all the same.
+    # With fewer micro-batches than pipelines, some pipelines compute nothing. Their copies still protect the layers.
     shared = max(job.micro_batches, survived + 1)
     workers = job.crew if any(job.held.values()) else job.crew[: _usable(templates, len(job.crew), shared)]
     plan = make_plan(templates, workers, micro_batches=shared, held=job.held, slack=SLACK)
@@ -234,7 +237,7 @@ def _planned(job: _Job) -> tuple[tuple[PlacedPipeline, ...], list[str]]:
 
 
 def _usable(templates: Templates, workers: int, micro_batches: int) -> int:
-    """The most workers whose pipelines get a micro-batch each; at a fresh start the planner would refuse more."""
+    """Return the most workers whose pipelines get a micro-batch each. At a fresh start the planner refuses more."""
     for used in range(workers, templates.needed, -1):
         demand = Demand(nodes=used, fewest=templates.tolerate + 1, micro_batches=micro_batches)
         fewest = fewest_pipelines(demand, list(templates.by_nodes))
@@ -244,7 +247,7 @@ def _usable(templates: Templates, workers: int, micro_batches: int) -> int:
 
 
 def _concessions(job: _Job, lines: int, leaving: Collection[str]) -> list[str]:
-    """What is not as it was wished, in words."""
+    """Return a sentence for each wish that the layout does not fulfil."""
     words = []
     asked = [worker for worker in job.crew if worker in leaving]
     if asked:

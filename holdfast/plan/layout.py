@@ -1,4 +1,4 @@
-"""What a layout is: pipelines, the places of workers in them, and the micro-batches of each."""
+"""A layout: pipelines, the places of workers in them, and the micro-batches of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALONE = "every worker holds all layers"
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What a worker does: one stage of one pipeline."""
+    """The place of a worker: one stage of one pipeline, with its layers."""
 
     pipeline: int
     stage: int
@@ -23,16 +23,16 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedPipeline:
-    """One pipeline."""
+    """One pipeline of a layout: the rank and the layers of each of its stages."""
 
-    ranks: tuple[int, ...]  # its stages' workers in order
-    layers: tuple[range, ...]  # the layers of each; consecutive, together all layers
-    template: Template | None = None  # how micro-batches are shared out; None: equally
+    ranks: tuple[int, ...]  # the worker of each stage
+    layers: tuple[range, ...]  # the layers of each stage; consecutive, together all layers
+    template: Template | None = None  # tells how long a step takes; None: shares go by the number of workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The pipelines of a generation. Workers without a place in one hold nothing.
+    """The pipelines of a generation. Workers without a place in a pipeline hold no layers.
 
     >>> layout = side_by_side(4, 3)
     >>> layout.role(2), layout.holders(0), layout.shares(8)
@@ -42,15 +42,16 @@ class Layout:
     lines: tuple[PlacedPipeline, ...]
     size: int  # members of the generation
     layers: int
-    tolerate: int  # simultaneous losses that it survives: as wanted, or less when there are too few workers
+    tolerate: int  # simultaneous losses that it survives: as asked for, or fewer when there are too few workers
     minimum: int  # n0: the fewest workers that can hold the model
     reason: str
 
     def role(self, rank: int) -> Role | None:
+        """Return the place of a rank; None if it has none."""
         return self._roles.get(rank)
 
     def holders(self, layer: int) -> tuple[int, ...]:
-        """The ranks that hold a layer, ascending."""
+        """Return the ranks that hold a layer, ascending."""
         return self._holders[layer]
 
     @property
@@ -59,7 +60,7 @@ class Layout:
         return len(self.lines) == self.size and all(len(line.ranks) == 1 for line in self.lines)
 
     def shares(self, micro_batches: int) -> list[range]:
-        """Each pipeline's micro-batches of a step: consecutive, and all of them. Some may get none."""
+        """Return each pipeline's micro-batches of a step, as consecutive ranges that cover all. Some may be empty."""
         if micro_batches not in self._shares:
             self._shares[micro_batches] = _shares(self.lines, micro_batches)
         return list(self._shares[micro_batches])
@@ -82,7 +83,7 @@ class Layout:
 
     @cached_property
     def _shares(self) -> dict[int, list[range]]:
-        """Those asked for already: every step asks, and there are only two kinds of them."""
+        """Cache of ``shares`` by the number of micro-batches: every step asks, with one or two different numbers."""
         return {}
 
 
@@ -90,7 +91,7 @@ def _shares(lines: tuple[PlacedPipeline, ...], micro_batches: int) -> list[range
     templates = [line.template for line in lines if line.template is not None]
     if len(templates) < len(lines):
         return _by_workers(lines, micro_batches)
-    # In a step with too few for all, those get one that are fastest with one.
+    # With fewer micro-batches than pipelines, the pipelines that are fastest with one micro-batch get one each.
     order = sorted(range(len(lines)), key=lambda number: (templates[number].seconds(1), number))
     busy = sorted(order[:micro_batches])
     counts = [0] * len(lines)
@@ -102,14 +103,14 @@ def _shares(lines: tuple[PlacedPipeline, ...], micro_batches: int) -> list[range
 
 
 def _by_workers(lines: tuple[PlacedPipeline, ...], micro_batches: int) -> list[range]:
-    """Without knowing better: a pipeline of twice the workers is twice as fast."""
+    """Share micro-batches in proportion to the number of workers, where speeds are not known."""
     each = shares(micro_batches, sum(len(line.ranks) for line in lines))
     first = list(itertools.accumulate((len(line.ranks) for line in lines), initial=0))
     return [range(each[a].start, each[b - 1].stop) for a, b in itertools.pairwise(first)]
 
 
 def side_by_side(layers: int, size: int, *, reason: str = "") -> Layout:
-    """Data parallelism: every worker is a pipeline of its own.
+    """Return the layout of plain data parallelism: each of ``size`` workers is a pipeline with all layers.
 
     >>> [line.ranks for line in side_by_side(10, 3).lines]
     [(0,), (1,), (2,)]

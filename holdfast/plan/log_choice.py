@@ -1,7 +1,7 @@
-"""Which boundaries of a layout are logged: all that can be of use, or the best choice that fits into a budget.
+"""Choice of the boundaries of a layout that are logged: all useful ones, or the best that fit into a budget.
 
-A lost layer can be computed again from a boundary only if the records of all micro-batches are there. So only
-boundaries that all pipelines have between two of their stages are worth logging.
+A lost layer can be computed again from a boundary only if the records of all micro-batches are there. So a boundary
+is useful only if every pipeline has it between two of its stages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from holdfast.words import count, size_text
 
 @dataclass(frozen=True, kw_only=True)
 class Tie:
-    """A weight that several layers share: the gradient of each use is logged too, where they can be lost apart."""
+    """A weight that several layers share. Where the layers can be lost apart, the gradient of each use is logged."""
 
     layers: tuple[int, ...]
     bytes: int
 
     def is_cut(self, boundaries: frozenset[int]) -> bool:
-        """Whether a logged boundary lies between two of its uses.
+        """Return whether a logged boundary lies between two of the layers.
 
         >>> Tie(layers=(0, 9), bytes=4).is_cut(frozenset([3])), Tie(layers=(4, 9), bytes=4).is_cut(frozenset([3]))
         (True, False)
@@ -34,12 +34,12 @@ class Tie:
 
 @dataclass(frozen=True, kw_only=True)
 class LogChoice:
-    """The boundaries whose records are kept, and what that is expected to take."""
+    """The boundaries whose records are kept, and the bytes that this is expected to take."""
 
     boundaries: frozenset[int]
     reason: str
-    bytes_per_step: int = 0  # of all workers together, where that is known
-    longest: int | None = None  # steps from checkpoint to checkpoint for which the budget lasts
+    bytes_per_step: int = 0  # of all workers together; 0 without a profile
+    longest: int | None = None  # steps between checkpoints for which the budget lasts; None: any number
 
 
 def choose_boundaries(
@@ -51,7 +51,11 @@ def choose_boundaries(
     budget: int | None,
     ties: Sequence[Tie] = (),
 ) -> LogChoice:
-    """Without a budget all that can be of use; with one, those that the planner's grouping finds.
+    """Choose the boundaries to log: all useful ones without a budget, else those that recover soonest within it.
+
+    ``budget`` is in bytes of all workers together, for ``interval`` steps from checkpoint to checkpoint of
+    ``micro_batches`` each. ``profile`` gives the bytes and seconds of layers; without it the budget is ignored.
+    ``ties`` are the weights that layers share.
 
     >>> from holdfast.plan.layout import PlacedPipeline
     >>> line = PlacedPipeline(ranks=(0, 1, 2), layers=(range(0, 2), range(2, 3), range(3, 6)))
@@ -89,7 +93,7 @@ def choose_boundaries(
 
 
 def _common_cuts(layout: Layout, micro_batches: int) -> list[int]:
-    """Boundaries between stages in every pipeline that has something to do."""
+    """Return the boundaries that lie between two stages in every pipeline that has micro-batches."""
     shares = layout.shares(micro_batches)
     cuts = [_cuts(line) for line, share in zip(layout.lines, shares, strict=True) if share]
     return sorted(set.intersection(*cuts)) if cuts else []
@@ -117,16 +121,16 @@ def _seconds(profile: Profile, layers: range) -> float:
 
 
 def _bytes(profile: Profile, cut: int) -> int:
-    """What crosses a boundary for one micro-batch, both ways."""
+    """Return the bytes that cross a boundary for one micro-batch, both directions together."""
     layer = profile.layers[cut - 1]
     return layer.output_bytes + layer.output_gradient_bytes
 
 
 def _tie_bytes(ties: Sequence[Tie], boundaries: frozenset[int]) -> int:
-    """Each use's gradient once a step."""
+    """Return the bytes per step of the gradients of shared weights that these boundaries cut: one for each use."""
     return sum(tie.bytes * len(tie.layers) for tie in ties if tie.is_cut(boundaries))
 
 
 def _crossing(profile: Profile, boundaries: frozenset[int], micro_batches: int, ties: Sequence[Tie]) -> int:
-    """Bytes of records in a step."""
+    """Return the bytes of all records of a step."""
     return sum(_bytes(profile, cut) for cut in boundaries) * micro_batches + _tie_bytes(ties, boundaries)

@@ -1,4 +1,4 @@
-"""Records: what a stage keeps of what it has sent, so that a lost neighbour can be computed again."""
+"""Names of log records. A stage keeps what it has sent, so that a lost neighbour can be computed again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 
 class Direction(IntEnum):
-    """Which way a record went."""
+    """Direction in which a record was sent."""
 
-    FORWARD = 0  # what the layer before a boundary gave
-    BACKWARD = 1  # the gradient of that, from the layer behind the boundary
+    FORWARD = 0  # the output of the layer before a boundary
+    BACKWARD = 1  # the gradient of that output, from the layer behind the boundary
     TIE = 2  # the gradient of one use of a shared weight; its "boundary" is the layer of the use
 
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)  # a log has very many of them
 class Key:
-    """Where a record belongs, whoever has it and whenever it came. Boundary b lies between the layers b-1 and b.
+    """Name of a record, the same on every worker. Boundary b lies between the layers b-1 and b.
 
     >>> print(Key(step=7, boundary=3, micro_batch=0, direction=Direction.FORWARD))
     step 7, boundary 3, micro-batch 0, forward
@@ -38,7 +38,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class HeldRecords:
-    """Records that a worker has: of all steps in [first, stop), the same micro-batches at one boundary."""
+    """Records that a worker has at one boundary: the same micro-batches of every step in [first, stop)."""
 
     direction: Direction
     boundary: int
@@ -47,7 +47,7 @@ class HeldRecords:
     micro_batches: tuple[tuple[int, int], ...]  # ranges [a, b)
 
     def has(self, key: Key) -> bool:
-        """Whether the record is among them.
+        """Return whether the record is among them.
 
         >>> held = HeldRecords(direction=Direction.FORWARD, boundary=3, first=0, stop=9, micro_batches=((0, 2), (6, 8)))
         >>> held.has(Key(step=8, boundary=3, micro_batch=7, direction=Direction.FORWARD))
@@ -60,10 +60,12 @@ class HeldRecords:
         )
 
     def to_json(self) -> list[Any]:
+        """Return a list for ``from_json``."""
         return [int(self.direction), self.boundary, self.first, self.stop, self.micro_batches]
 
     @staticmethod
     def from_json(data: list[Any]) -> HeldRecords:
+        """Read what ``to_json`` has made."""
         direction, boundary, first, stop, ranges = data
         return HeldRecords(
             direction=Direction(direction),
@@ -75,7 +77,7 @@ class HeldRecords:
 
 
 def holdings_of(keys: Iterable[Key]) -> list[HeldRecords]:
-    """Records in few words.
+    """Summarize records: equal micro-batches of consecutive steps become one entry.
 
     >>> where = {"boundary": 1, "direction": Direction.FORWARD}
     >>> keys = [Key(step=step, micro_batch=number, **where) for step in (4, 5, 6) for number in (0, 1, 3)]

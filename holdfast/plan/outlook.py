@@ -1,4 +1,4 @@
-"""What comes after a plan: every kind of loss, fewer and fewer nodes, one more node."""
+"""Plans after the next changes: after every kind of loss, with fewer and fewer nodes, and with one more node."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from holdfast.plan.place import natural
 from holdfast.plan.planner import NodeName, PipelinePlan, Shortage, make_plan
 from holdfast.plan.template import Templates
 
-LISTED = 20_000  # ways to hit a pipeline; of more only some are looked at
-SIZES = 8  # numbers of nodes that are looked at on the way down to the minimum
-Shape = tuple[int, int]  # pipelines of one shape are alike: nodes, micro-batches
-SPARE: Shape = (0, 0)  # nodes without a pipeline
+LISTED = 20_000  # sets of positions to lose in one pipeline that are listed; of more only some are looked at
+SIZES = 8  # rows of the table "with fewer nodes", from the tolerated losses down to the minimum
+Shape = tuple[int, int]  # nodes and micro-batches of a pipeline; pipelines of one shape are interchangeable
+SPARE: Shape = (0, 0)  # stands for a node without a pipeline
 
 
 @dataclass(frozen=True, order=True)
 class Hit:
-    """A pipeline of ``nodes`` nodes that loses those at ``positions``; no nodes stand for a spare one."""
+    """A pipeline of ``nodes`` nodes that loses the nodes at ``positions``; ``nodes=0`` is a spare node."""
 
     nodes: int
     micro_batches: int
@@ -29,6 +29,7 @@ class Hit:
 
     @property
     def shape(self) -> Shape:
+        """Shape of the pipeline that is hit."""
         return self.nodes, self.micro_batches
 
 
@@ -37,16 +38,16 @@ Hits = tuple[Hit, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LossCase:
-    """Losses that differ only in which of several equal pipelines they hit, and what is done after any of them."""
+    """A kind of loss, and the plan after it. Losses that hit interchangeable pipelines are of one kind."""
 
     hits: Hits
-    alike: int  # sets of nodes whose loss is this case
-    lost: tuple[NodeName, ...]  # one of them
+    alike: int  # number of sets of nodes whose loss is of this kind
+    lost: tuple[NodeName, ...]  # one of these sets
     after: PipelinePlan | Shortage
 
     @property
     def badness(self) -> tuple[int, float, int]:
-        """Stopping is worse than losing layers, that is worse than slow steps, those are worse than moving bytes."""
+        """Sort key: stopping is worst, then losing layers, then the seconds of a step, then the bytes moved."""
         if isinstance(self.after, Shortage):
             return 2, inf, 0
         return int(bool(self.after.lost)), self.after.seconds, self.after.moved_bytes
@@ -54,37 +55,40 @@ class LossCase:
 
 @dataclass(frozen=True, kw_only=True)
 class LossesAtOnce:
-    """So many nodes lost at once: the cases, the worst first."""
+    """The kinds of losing ``count`` nodes at once, the worst first."""
 
     count: int
     cases: tuple[LossCase, ...]
-    complete: bool  # else there are more cases than were looked at
+    complete: bool  # False: there are more kinds than were looked at
 
     @property
     def worst(self) -> LossCase:
+        """The kind of loss after which the plan is worst."""
         return self.cases[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fewer:
-    """So many nodes are left, after one more was lost; ``after`` is what is done after the worst such loss."""
+    """The plan with ``nodes`` nodes left, after the worst single loss from a plan for one node more."""
 
     nodes: int
     after: PipelinePlan | Shortage
-    complete: bool  # else some losses were not looked at
+    complete: bool  # False: some losses were not looked at
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
+    """Plans after losses, with fewer nodes, and after a join."""
+
     losses: tuple[LossesAtOnce, ...]  # of 1, 2, ... nodes at once, as many as are tolerated
-    fewer: tuple[Fewer, ...]  # and with fewer nodes; the last one stops the training
+    fewer: tuple[Fewer, ...]  # fewer and fewer nodes; the last entry is a Shortage
     join: PipelinePlan | Shortage  # one node more
 
 
 def look_ahead(templates: Templates, plan: PipelinePlan, *, slack: float = 0.0) -> Outlook:
-    """What happens after each kind of loss up to ``tolerate`` at once, then down to the minimum, and after a join.
+    """Plan for each kind of loss of up to ``tolerate`` nodes, for fewer nodes down to the minimum, and for a join.
 
-    ``slack`` is that of ``make_plan``.
+    ``plan`` is the present plan, made from ``templates``; ``slack`` is that of ``make_plan``.
     """
     nodes = names(plan)
     most = cases_looked_at(len(nodes))
@@ -101,7 +105,7 @@ def look_ahead(templates: Templates, plan: PipelinePlan, *, slack: float = 0.0) 
 
 
 def names(plan: PipelinePlan) -> list[NodeName]:
-    """All nodes of a plan, in the order of their names."""
+    """Return all nodes of a plan, sorted by name."""
     return sorted(
         [*(node for pipeline in plan.pipelines for node in pipeline.nodes), *plan.spares],
         key=lambda node: (natural(node), node),
@@ -109,7 +113,7 @@ def names(plan: PipelinePlan) -> list[NodeName]:
 
 
 def cases_looked_at(nodes: int) -> int:
-    """Of one number of losses: a plan for many nodes takes longer to make, and its cases are more alike.
+    """Return how many kinds of a number of losses are planned: fewer for many nodes, whose plans take longer.
 
     >>> cases_looked_at(24), cases_looked_at(1000)
     (250, 12)
@@ -118,7 +122,7 @@ def cases_looked_at(nodes: int) -> int:
 
 
 def sizes_down(templates: Templates, nodes: int) -> list[int]:
-    """Numbers of nodes from those left after the tolerated losses to one too few, not more than ``SIZES``."""
+    """Return at most ``SIZES`` numbers of nodes, from one below the tolerated losses to one too few to train."""
     highest, lowest = nodes - templates.tolerate - 1, (templates.tolerate + 1) * templates.minimum - 1
     if highest < lowest:
         return []
@@ -137,7 +141,7 @@ def _fewer(templates: Templates, plan: PipelinePlan, left: int, *, most: int, sl
 def after_losses(
     templates: Templates, plan: PipelinePlan, count: int, *, most: int, slack: float = 0.0
 ) -> LossesAtOnce:
-    """Each case of losing ``count`` nodes at once; if there are more than ``most``, the nastiest and some others."""
+    """Plan for each kind of losing ``count`` nodes at once; if there are more than ``most`` kinds, for some of them."""
     groups = groups_of(plan)
     found = list(islice(_all_hits(groups, count), most + 1)) if _few_hits(groups, count) else []
     complete = 0 < len(found) <= most
@@ -161,7 +165,7 @@ Groups = dict[Shape, list[tuple[NodeName, ...]]]
 
 
 def groups_of(plan: PipelinePlan) -> Groups:
-    """The nodes of pipelines that are alike, together; spare nodes each for itself."""
+    """Return the nodes of each pipeline, by the pipeline's shape; a spare node counts as a pipeline of its own."""
     groups: Groups = {}
     for pipeline in plan.pipelines:
         groups.setdefault((len(pipeline.nodes), pipeline.micro_batches), []).append(pipeline.nodes)
@@ -169,13 +173,13 @@ def groups_of(plan: PipelinePlan) -> Groups:
 
 
 def _few_hits(groups: Groups, count: int) -> bool:
-    """Can the ways to hit one pipeline be listed at all?"""
+    """Return whether the ways to lose nodes of one pipeline are few enough to be listed."""
     sizes = [len(first) for first, *_ in groups.values()]
     return sum(comb(size, number) for size in sizes for number in range(1, min(size, count) + 1)) <= LISTED
 
 
 def _all_hits(groups: Groups, count: int) -> Iterator[Hits]:
-    """Every way to lose ``count`` nodes, those that hit equal pipelines alike only once."""
+    """Yield every kind of losing ``count`` nodes once."""
     hits = [
         Hit(*shape, positions)
         for shape, (first, *_) in groups.items()
@@ -184,6 +188,7 @@ def _all_hits(groups: Groups, count: int) -> Iterator[Hits]:
     ]
 
     def choose(start: int, missing: int, room: Counter[Shape]) -> Iterator[Hits]:
+        """Choose hits from number ``start`` on that lose ``missing`` nodes; ``room`` are the pipelines not yet hit."""
         if missing == 0:
             yield ()
         for number in range(start, len(hits)):
@@ -197,7 +202,7 @@ def _all_hits(groups: Groups, count: int) -> Iterator[Hits]:
 
 
 def _some_hits(everyone: Sequence[NodeName], groups: Groups, count: int, most: int) -> list[Hits]:
-    """Neighbours in one pipeline, one position in several pipelines, and then any nodes."""
+    """Return some kinds of loss: neighbours in one pipeline, one position in several pipelines, then random nodes."""
     nasty: list[Sequence[NodeName]] = []
     for group in groups.values():
         nodes = len(group[0])
@@ -214,7 +219,7 @@ def _some_hits(everyone: Sequence[NodeName], groups: Groups, count: int, most: i
 
 
 def hits_of(groups: Groups, lost: Collection[NodeName]) -> Hits:
-    """Which positions of which kinds of pipelines these nodes are."""
+    """Return the kind of loss that losing these nodes is."""
     hits = []
     for shape, group in groups.items():
         for pipeline in group:
@@ -224,14 +229,14 @@ def hits_of(groups: Groups, lost: Collection[NodeName]) -> Hits:
 
 
 def example(groups: Groups, hits: Hits) -> tuple[NodeName, ...]:
-    """Nodes whose loss is this one: equal pipelines are taken in their order."""
+    """Return nodes whose loss is of this kind: of equal pipelines, the first ones."""
     free = {shape: iter(group) for shape, group in groups.items()}
     chosen = [(next(free[hit.shape]), hit) for hit in hits]
     return tuple(pipeline[position] for pipeline, hit in chosen for position in hit.positions)
 
 
 def ways(groups: Groups, hits: Hits) -> int:
-    """How many sets of nodes are this case: over all cases they add up to all sets of so many nodes."""
+    """Return the number of sets of nodes whose loss is of this kind."""
     number = 1
     for shape, group in groups.items():
         same = Counter(hit for hit in hits if hit.shape == shape)

@@ -1,7 +1,7 @@
-"""How many pipelines of each size: the fastest step, searched and not listed.
+"""Choice of how many pipelines of each size to form: the composition with the fastest step.
 
-In a step of T seconds each template has time for so many micro-batches; the most that N nodes have time
-for is a knapsack over sizes. The least T for which that reaches the step's micro-batches is the answer.
+In a step of T seconds each template can compute a known number of micro-batches, so the most that N nodes can compute
+is a knapsack problem over sizes. The answer is the least T for which that reaches the step's micro-batches.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from holdfast.plan.template import CLOSE, PLENTY, Template
 from holdfast.plan.timeline import Vector
 
 Composition = dict[int, int]  # pipelines by size
-NEVER = -(1 << 60)  # what an impossible sum of sizes has time for
-HALVINGS = 12  # before it is asked whether the best is found
+NEVER = -(1 << 60)  # micro-batches of an impossible sum of sizes: adding to it can never make it look possible
+HALVINGS = 12  # bisections of T before the search also asks whether anything is left below the best step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a composition has to be: all nodes used, enough pipelines, a micro-batch for each."""
+    """Requirements of a composition: it uses all nodes, has enough pipelines, and a micro-batch for each."""
 
     nodes: int
-    fewest: int  # pipelines: f + 1
-    micro_batches: int
+    fewest: int  # pipelines, at least: f + 1
+    micro_batches: int  # of a step
 
 
 def fewest_pipelines(demand: Demand, sizes: Sequence[int]) -> int | None:
-    """The least number of pipelines that use all nodes, None if no sum of sizes does.
+    """Return the least number of pipelines that together use all nodes; None if no sum of ``sizes`` does.
 
     >>> fewest_pipelines(Demand(nodes=9, fewest=2, micro_batches=8), [2, 3, 4])
     3
@@ -49,7 +49,7 @@ def fewest_pipelines(demand: Demand, sizes: Sequence[int]) -> int | None:
 
 
 class Menu:
-    """The templates as arrays, to ask all of them at once."""
+    """Templates by size, also as arrays: ``capacities`` asks all of them at once, which is faster."""
 
     def __init__(self, templates: Mapping[int, Template]) -> None:
         self.templates = dict(sorted(templates.items()))
@@ -65,7 +65,7 @@ class Menu:
         self._lanes = np.array([template.lanes for template in self.templates.values()])
 
     def capacities(self, seconds: float) -> Vector:
-        """``Template.capacity`` of all templates; NEVER instead of 0."""
+        """Return ``Template.capacity(seconds)`` of each template, with NEVER instead of 0."""
         seconds *= 1 + TINY
         row = np.arange(len(self.sizes))
         reached = (self._times <= seconds).sum(axis=1)
@@ -74,18 +74,18 @@ class Menu:
         steps = np.maximum(self._numbers[row, high] - self._numbers[row, low], 1)
         rise = np.where(high > low, (self._times[row, high] - self._times[row, low]) / steps, self._slope)
         more = np.floor(np.minimum((seconds - self._times[row, low]) / rise + 1e-7, PLENTY))
-        more -= self._times[row, low] + more * rise > seconds  # rounding may put the border on either side
+        more -= self._times[row, low] + more * rise > seconds  # rounding may have given one too many
         longest = np.minimum(self._numbers[row, low] + more, PLENTY)
         return np.where(reached > 0, longest * self._lanes, NEVER).astype(np.int64)
 
     def last_end(self, composition: Composition, seconds: float) -> float:
-        """When the last pipeline of a composition ends that is as full as ``seconds`` allow."""
+        """Return when the last pipeline ends if each gets as many micro-batches as ``seconds`` allow."""
         chosen = [self.templates[size] for size in composition]
         return max(template.seconds(max(template.capacity(seconds), 1)) for template in chosen)
 
 
 def fastest(menu: Menu, demand: Demand) -> tuple[float, Composition]:
-    """The least seconds of a step, and one way to get them. There must be a way.
+    """Return the seconds of the fastest step, and a composition that reaches it. At least one must exist.
 
     >>> from holdfast.plan.template import make_templates
     >>> from holdfast.plan.profile import uniform
@@ -101,7 +101,7 @@ def fastest(menu: Menu, demand: Demand) -> tuple[float, Composition]:
         high = min(high, menu.last_end(best, high))
         if high - low <= CLOSE * high:
             break
-        # Soon few steps are left that could be the best: then it pays to ask whether anything is below at all.
+        # After some halvings few steps are left that could be the best: ask whether anything is below at all.
         below = attempt >= HALVINGS and attempt % 2 == 0
         target = high * (1 - CLOSE) if below else (low + high) / 2
         found = _within(menu, demand, target)
@@ -119,7 +119,7 @@ def fastest(menu: Menu, demand: Demand) -> tuple[float, Composition]:
 
 
 def _within(menu: Menu, demand: Demand, seconds: float) -> Composition | None:
-    """Pipelines that together have time for all micro-batches, if there are any."""
+    """Return a composition that computes all micro-batches within ``seconds``; None if there is none."""
     items = [
         (size, worth)
         for size, worth in zip(menu.sizes.tolist(), menu.capacities(seconds).tolist(), strict=True)
@@ -143,11 +143,11 @@ def _within(menu: Menu, demand: Demand, seconds: float) -> Composition | None:
     return dict(Counter(sorted(chosen)))
 
 
-Items = list[tuple[int, int]]  # a size, and the micro-batches that it has time for
+Items = list[tuple[int, int]]  # sizes, and the micro-batches that a pipeline of each can compute
 
 
 def _exactly(items: Items, nodes: int, count: int) -> Iterator[Vector]:
-    """The most that exactly 0, 1, … ``count`` pipelines have time for, by the nodes they use."""
+    """Yield tables for exactly 0, 1, … ``count`` pipelines: the most micro-batches, by the nodes used."""
     table = np.full(nodes + 1, NEVER)
     table[0] = 0
     yield table
@@ -160,9 +160,9 @@ def _exactly(items: Items, nodes: int, count: int) -> Iterator[Vector]:
 
 
 def _any_number(items: Items, nodes: int) -> tuple[Vector, Items]:
-    """The most that any pipelines have time for, by the nodes they use, and the sizes that this takes.
+    """Return the table for any number of pipelines, and the sizes that it needs.
 
-    A size that has time for no more than smaller ones together is left out.
+    A size that computes no more than smaller ones together is left out.
     """
     table = np.full(nodes + 1, NEVER)
     table[0] = 0
@@ -175,9 +175,10 @@ def _any_number(items: Items, nodes: int) -> tuple[Vector, Items]:
 
 
 def _with(table: Vector, size: int, worth: int) -> Vector:
-    """The table if pipelines of one more size may be used.
+    """Return the table if pipelines of one more size may be used, any number of them.
 
-    How many is a running maximum along the totals that leave the same rest when divided by the size.
+    Totals that leave the same rest when divided by the size differ by pipelines of that size: the best number of them
+    is a running maximum along these totals.
     """
     rows = -(-len(table) // size)
     padded = np.full(rows * size, NEVER)
@@ -189,7 +190,7 @@ def _with(table: Vector, size: int, worth: int) -> Vector:
 
 
 def _trace(items: Items, tables: Sequence[Vector], total: int) -> Iterator[int]:
-    """The sizes behind the last table's entry for ``total``."""
+    """Yield the sizes whose sum gave the last table's entry for ``total``."""
     for before, after in zip(reversed(tables[:-1]), reversed(tables[1:]), strict=True):
         if total == 0:
             return
@@ -199,9 +200,9 @@ def _trace(items: Items, tables: Sequence[Vector], total: int) -> Iterator[int]:
 
 
 def equals(menu: Menu, demand: Demand, seconds: float, near: Mapping[int, int], limit: int) -> list[Composition]:
-    """Compositions whose step takes no longer than that, at most ``limit``.
+    """Return at most ``limit`` compositions whose step takes no longer than ``seconds``.
 
-    Those with many of the sizes that there are (``near``) come first, then those with more pipelines.
+    ``near`` has the pipelines of each size that still exist: compositions that keep many of them come first.
     """
     value = menu.capacities(seconds * (1 + CLOSE))
     items = [
@@ -209,7 +210,7 @@ def equals(menu: Menu, demand: Demand, seconds: float, near: Mapping[int, int], 
         for size, worth in zip(menu.sizes, value, strict=True)
         if worth > 0 and size <= demand.nodes
     ]
-    # As many as possible of the sizes that are there now, while everything is still open.
+    # Sizes that exist now are chosen first, while all nodes are still free.
     items.sort(key=lambda item: (-near.get(item[0], 0), item[0]))
     table = np.full(demand.nodes + 1, NEVER)
     table[0] = 0
@@ -223,16 +224,17 @@ def equals(menu: Menu, demand: Demand, seconds: float, near: Mapping[int, int], 
 
 @dataclass(kw_only=True)
 class _Equals:
-    """A depth-first search that never enters a branch without a composition, but for the number of pipelines."""
+    """Depth-first search for compositions. A branch is entered only if its nodes can compute enough micro-batches."""
 
     items: Items
-    tables: list[Vector]  # the most that the sizes from each on have time for
+    tables: list[Vector]  # for each place: the most micro-batches with the sizes from there on
     demand: Demand
     limit: int
     found: list[Composition]
-    looked: int = 0
+    looked: int = 0  # branches entered
 
     def go(self, place: int, nodes: int, micro_batches: int, chosen: Composition) -> None:
+        """Try all numbers of pipelines of the size at ``place``, with so many nodes and micro-batches left to cover."""
         self.looked += 1
         if nodes == 0:
             count = sum(chosen.values())

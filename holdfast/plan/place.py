@@ -1,4 +1,4 @@
-"""Which node takes which place: the assignment that moves the fewest bytes."""
+"""Assignment of nodes to the places of pipelines: the one that moves the fewest bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NodeName = str
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The node of each place, what they have to be sent in all, and who is left over."""
+    """The node of each place, the bytes that nodes have to be sent in all, and the nodes left over."""
 
     nodes: tuple[NodeName, ...]
     moved_bytes: int
@@ -26,11 +26,11 @@ class Placement:
 def place(
     places: Sequence[range], nodes: Sequence[NodeName], held: Mapping[NodeName, range], layers: Sequence[LayerCost]
 ) -> Placement:
-    """Each place holds a range of layers; a node that takes it is sent those that it does not hold yet.
+    """Return the placement that moves the fewest bytes.
 
-    A node that holds just what a place needs stays (if another optimum sent it elsewhere, letting the two
-    swap would cost no more: what a holder of A lacks for C is at most what it lacks for B, plus what a
-    holder of B lacks for C). The few that are left are a minimum-cost assignment.
+    Each place is a range of layers. A node is sent the layers of its place that it does not hold yet (``held``).
+    A node that holds just the layers of a place stays there: that is never worse, for what a holder of A lacks for C
+    is at most what it lacks for B plus what a holder of B lacks for C. The other nodes are a minimum-cost assignment.
 
     >>> from holdfast.plan.profile import uniform
     >>> held = {"a": range(0, 2), "b": range(2, 4), "c": range(0, 1)}
@@ -53,7 +53,7 @@ def place(
     if open_places:
         cost = _missing([places[number] for number in open_places], [held.get(node, range(0)) for node in left], sums)
         rows, columns = _assign(cost)
-        # Before anything is held, all begin alike: from the seed or from a checkpoint.
+        # Before any node holds a layer, all load from the seed or a checkpoint: nothing moves between nodes.
         moved = int(cost[rows, columns].sum()) if any(held.values()) else 0
         taken.update({open_places[row]: left[column] for row, column in zip(rows, columns, strict=True)})
     used = set(taken.values())
@@ -65,7 +65,7 @@ def place(
 
 
 def _missing(places: Sequence[range], held: Sequence[range], sums: Vector) -> Vector:
-    """Bytes that each holder lacks for each place. Most are alike, so it is worked out once for each kind."""
+    """Return the bytes that each node lacks for each place. Most ranges repeat, so each pair is computed once."""
     wanted, row = _kinds(places)
     there, column = _kinds(held)
     first, stop = wanted[:, :1], wanted[:, 1:]
@@ -77,7 +77,7 @@ def _missing(places: Sequence[range], held: Sequence[range], sums: Vector) -> Ve
 
 
 def _kinds(ranges: Sequence[range]) -> tuple[Vector, Vector]:
-    """The different ranges, and which of them each one is."""
+    """Return the different ranges, and the index among them of each given one."""
     kinds, which = np.unique([(each.start, each.stop) for each in ranges], axis=0, return_inverse=True)
     return kinds, which.reshape(-1)
 
@@ -85,14 +85,15 @@ def _kinds(ranges: Sequence[range]) -> tuple[Vector, Vector]:
 def _assign(cost: Vector) -> tuple[Vector, Vector]:
     if (cost == cost[:, :1]).all():  # all nodes are alike: a fresh start
         return np.arange(cost.shape[0]), np.arange(cost.shape[0])
-    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]  # a third of a second
+    # Imported only when needed: it takes a third of a second.
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
     rows, columns = linear_sum_assignment(cost)
     return rows, columns
 
 
 def natural(node: NodeName) -> tuple[tuple[int, int | str], ...]:
-    """For sorting names as people do.
+    """Return a sort key that orders names as people do, numbers by their value.
 
     >>> sorted(["n10", "n9", "n1"], key=natural)
     ['n1', 'n9', 'n10']

@@ -1,6 +1,6 @@
 """The plan: which nodes form which pipelines, with how many micro-batches each, and why.
 
-Pure: the same templates, nodes and holdings give the same plan on every worker, so nobody has to be told.
+The same templates, nodes and held layers give the same plan on every worker, so no message is needed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from itertools import islice
 from holdfast.errors import UsageError
 from holdfast.plan.batch import split
 from holdfast.plan.pipeline_counts import Composition, Demand, Menu, equals, fastest, fewest_pipelines
+from holdfast.plan.pipeline_sizes import what_it_takes
 from holdfast.plan.place import NodeName as NodeName
 from holdfast.plan.place import Placement, place
-from holdfast.plan.sizes import what_it_takes
 from holdfast.plan.template import Template, Templates
 from holdfast.words import count, size_text
 
-MOST_MICRO_BATCHES = 10_000_000
-TRIES = 4096  # nodes placed while looking for the equal plan that moves the fewest bytes
+MOST_MICRO_BATCHES = 10_000_000  # of a step; more is taken for a mistake
+TRIES = 4096  # nodes placed in all while comparing equally fast plans: bounds the time of that search
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Nodes in the order of the template's, and the micro-batches that they compute in a step."""
+    """A pipeline of named nodes, in the order of the template's stages, and its micro-batches of a step."""
 
     template: Template
     nodes: tuple[NodeName, ...]
@@ -34,28 +34,29 @@ class Pipeline:
 
     @property
     def seconds(self) -> float:
+        """Seconds of a step of this pipeline."""
         return self.template.seconds(self.micro_batches, alone=self.alone)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Who does what. ``moved_bytes`` is what nodes have to be sent of layers that they do not hold yet."""
+    """Pipelines for all nodes. ``moved_bytes`` are the bytes of layers that nodes must be sent to hold their place."""
 
     pipelines: tuple[Pipeline, ...]
     tolerate: int
     micro_batches: int
     moved_bytes: int
     spares: tuple[NodeName, ...]  # nodes without a place: too few layers, or too little memory for longer pipelines
-    lost: tuple[int, ...]  # layers that nobody holds any more: they come from a log or a checkpoint
+    lost: tuple[int, ...]  # layers that no node holds any more: they come from the log or a checkpoint
     reason: str
 
     @property
     def seconds(self) -> float:
-        """A step takes as long as its slowest pipeline."""
+        """Seconds of a step: those of its slowest pipeline."""
         return max(pipeline.seconds for pipeline in self.pipelines)
 
     def held(self) -> dict[NodeName, range]:
-        """The layers of each node."""
+        """Return the layers of each node."""
         return {
             node: layers
             for pipeline in self.pipelines
@@ -63,13 +64,13 @@ class PipelinePlan:
         }
 
     def holders(self, layer: int) -> list[NodeName]:
-        """The nodes that hold a layer: more than ``tolerate``."""
+        """Return the nodes that hold a layer; there are more than ``tolerate``."""
         return [node for node, layers in self.held().items() if layer in layers]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """There are too few nodes for a plan."""
+    """The answer instead of a plan when there are too few nodes: how many are needed, and what would help."""
 
     nodes: int
     needed: int
@@ -85,10 +86,12 @@ def make_plan(
     held: Mapping[NodeName, range] | None = None,
     slack: float = 0.0,
 ) -> PipelinePlan | Shortage:
-    """The fastest plan for these nodes; among equally fast ones that which moves the fewest bytes.
+    """Return the fastest plan for these nodes; among equally fast plans, the one that moves the fewest bytes.
 
-    ``held`` are the layers that nodes hold now; nodes that are not in it have nothing yet. With ``slack``
-    0.02 a step that is up to 2% longer counts as equal, if that moves less.
+    ``micro_batches`` are those of a step. ``held`` are the layers that nodes hold now; nodes that are not in it hold
+    none. With ``slack`` 0.02 a step that is up to 2% longer counts as equally fast. Returns a Shortage if there are
+    too few nodes. Raises UsageError for a node named twice, too many micro-batches, or too few to give every pipeline
+    one at the start of a run.
 
     >>> from holdfast.plan.profile import uniform
     >>> from holdfast.plan.template import make_templates
@@ -152,9 +155,10 @@ def _shortage(templates: Templates, nodes: int) -> Shortage:
 
 
 def _demand(templates: Templates, nodes: int, micro_batches: int, *, running: bool) -> Demand:
-    """All nodes, or as many as can be used: the model may have too few layers, or the step too few micro-batches.
+    """Return the demand for all nodes, or for as many as can be used.
 
-    A step that cannot feed all nodes is an error before the start; a run that goes on leaves some over.
+    The model may have too few layers for all, or the step too few micro-batches. The latter is an error before the
+    start; a run that is under way leaves nodes over.
     """
     sizes = list(templates.by_nodes)
     for used in range(nodes, templates.needed - 1, -1):
@@ -180,7 +184,7 @@ def _place(
     seconds: float,
     found: Composition,
 ) -> tuple[Composition, Placement]:
-    """Of the compositions that are equally fast, the one whose places the nodes fill with the fewest bytes."""
+    """Return the equally fast composition whose places the nodes can fill with the fewest bytes."""
     layers = templates.profile.layers
     if sum(found.values()) == 1:
         candidates = [found]
@@ -190,7 +194,7 @@ def _place(
     tried: list[tuple[Placement, Composition]] = []
     for each in candidates:
         tried.append((place(_places(templates, each), nodes, held, layers), each))
-        if not tried[-1][0].moved_bytes:  # none can be better
+        if not tried[-1][0].moved_bytes:  # no placement can be better
             break
     best = min(tried, key=lambda pair: pair[0].moved_bytes)
     return best[1], best[0]
@@ -201,7 +205,7 @@ def _places(templates: Templates, composition: Composition) -> list[range]:
 
 
 def _intact(templates: Templates, held: Mapping[NodeName, range]) -> Composition:
-    """How many whole pipelines of each size the nodes still form."""
+    """Return how many whole pipelines of each size the nodes still form."""
     there = Counter(held.values())
     whole = {size: min(there[role] for role in template.roles) for size, template in templates.by_nodes.items()}
     return {size: number for size, number in whole.items() if number}

@@ -1,4 +1,4 @@
-"""What the planner knows of a model and the machines: each layer's costs, the links, the memory."""
+"""The profile of a model: each layer's costs, and the links and memory of the machines."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from holdfast.errors import UsageError
 
-VERSION = 1
-MOST_BYTES = 10**15  # of anything; more is a mistake
-LONGEST = 10**5  # seconds of anything
-MOST_LAYERS = 1_000  # planning takes time with their square; merge small ones
+VERSION = 1  # of the JSON document; another one is refused
+MOST_BYTES = 10**15  # bytes of any size in a profile; more is taken for a mistake
+LONGEST = 10**5  # seconds of any time in a profile; more is taken for a mistake
+MOST_LAYERS = 1_000  # the time of planning grows with their square; merge small layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer's costs, for one micro-batch on one device.
+    """Costs of one layer, for one micro-batch on one device.
 
-    What crosses the boundary behind a layer is ``output_bytes`` forward and ``output_gradient_bytes``
-    backward (integers and masks have no gradient).
+    ``output_bytes`` cross the boundary behind the layer forward, ``output_gradient_bytes`` backward. The latter may be
+    fewer: integers and masks have no gradient.
     """
 
     name: str
@@ -30,25 +30,25 @@ class LayerCost:
     output_bytes: int
     output_gradient_bytes: int
     weight_bytes: int  # parameters and buffers
-    trainable_bytes: int  # parameters with a gradient: what replicas sum every step
-    slot_bytes: int  # the optimizer's
+    trainable_bytes: int  # parameters with a gradient, which replicas sum every step
+    slot_bytes: int  # state of the optimizer
     saved_bytes: int  # kept for backward, per micro-batch under way
     update: float = 0.0  # seconds of the optimizer, per step
 
     @property
     def state_bytes(self) -> int:
-        """What a new holder has to be sent."""
+        """Bytes that a new holder of the layer has to be sent."""
         return self.weight_bytes + self.slot_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """What a holder keeps in memory whatever it does: the state and the gradient."""
+        """Bytes that a holder always keeps in memory: the state and the gradient."""
         return self.state_bytes + self.trainable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How long a message takes.
+    """A network link: how long a message takes.
 
     >>> Link(bandwidth=1e9, latency=1e-4).seconds(10**6)
     0.0011
@@ -58,6 +58,7 @@ class Link:
     latency: float = 0.0  # seconds
 
     def seconds(self, size: float) -> float:
+        """Return the seconds of a message of ``size`` bytes; none for an empty one."""
         return self.latency + size / self.bandwidth if size else 0.0
 
 
@@ -70,22 +71,23 @@ class Profile:
     True
     """
 
-    model: str  # what it is a profile of: a name and a fingerprint
-    device: str
+    model: str  # name and fingerprint of the model
+    device: str  # name of the device it was measured on
     micro_batch: int  # samples
     layers: tuple[LayerCost, ...]
     inside: Link  # between devices of a node
     between: Link  # between nodes; a node's devices share it
     memory: int | None = None  # bytes of one device; None: not a limit
-    key: str = ""  # of the cache: model, micro-batch and device
+    key: str = ""  # key of the cache of profiles: model, micro-batch and device
     notes: dict[str, Any] = field(default_factory=dict)  # when and how it was measured
 
     def to_json(self) -> dict[str, Any]:
+        """Return a JSON document for ``from_json``."""
         return {"holdfast_profile": VERSION, **asdict(self), "layers": [asdict(layer) for layer in self.layers]}
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """The profile in a file, as ``holdfast profile`` writes it."""
+        """Read the file that ``holdfast profile`` has written. Raises UsageError if it is not one."""
         try:
             document = json.loads(path.read_text())
         except OSError as e:
@@ -96,7 +98,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, document: Any) -> Profile:
-        """Checks what a person may have written or another program made.
+        """Read and check a JSON document. Raises UsageError that says what is wrong with it.
 
         >>> Profile.from_json({"layers": []})
         Traceback (most recent call last):
@@ -151,7 +153,10 @@ def uniform(
     latency: float = 20e-6,
     memory: int | None = None,
 ) -> Profile:
-    """A made-up model of equal layers, trained with Adam on nodes with 100 Gbit/s.
+    """Return the profile of a made-up model with ``count`` equal layers, trained with Adam.
+
+    Times are in seconds, ``bandwidth`` in bytes per second between nodes (default: 100 Gbit/s; ten times that inside
+    a node), ``memory`` in bytes of a device. Raises UsageError for fewer than 1 or more than ``MOST_LAYERS`` layers.
 
     >>> len(uniform(96).layers)
     96
@@ -186,5 +191,5 @@ def uniform(
 
 
 def state_bytes(layers: Sequence[LayerCost], held: range) -> int:
-    """What the holder of these layers would have to be sent."""
+    """Return the bytes that a new holder of the layers ``held`` has to be sent."""
     return sum(layers[number].state_bytes for number in held)

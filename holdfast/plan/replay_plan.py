@@ -1,8 +1,8 @@
-"""What has to be computed again when nobody holds some layers any more, and from whose records.
+"""Plan of a replay: which layers and steps have to be computed again after a loss, and from whose records.
 
-Lost layers are taken from a checkpoint and brought to the present by the records of their neighbours. Where a record
-is lost too, or none was kept, the layer beyond it is computed again as well, until both ends of each span are known
-for every step and micro-batch.
+Lost layers are loaded from a checkpoint and brought to the present step with the records of their neighbours. Where a
+record is lost too, or none was kept, the neighbour is computed again as well, until the inputs and gradients at both
+ends of each span of layers are known for every step and micro-batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.plan.log_records import Direction, HeldRecords, Key
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Steps [first, stop) of some layers, from the checkpoint of step ``first``."""
+    """A replay of the steps [first, stop) of some layers, from the checkpoint of step ``first``."""
 
     first: int
     stop: int
@@ -25,22 +25,24 @@ class Replay:
 
     @property
     def layers(self) -> set[int]:
+        """All layers that are computed again."""
         return {layer for span in self.spans for layer in span}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Impossible:
-    """The log is of no use for what is lost, and why."""
+    """The answer instead of a replay when the log does not help, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What all workers know after a loss.
+    """State of a run after a loss, as all workers know it.
 
-    ``holdings`` are the records of each rank; ``ties`` the layers that use each shared weight; ``step`` how many steps
-    are committed; ``micro_batches`` their number in a step; ``checkpoints`` the steps of those that are there.
+    ``lost`` are the layers that no worker holds; ``step`` is the number of committed steps; ``checkpoints`` are the
+    steps of the checkpoints that exist; ``micro_batches(step)`` is a step's number of them; ``holdings`` are the
+    records of each rank; ``ties`` are the layers that use each shared weight.
     """
 
     layers: int
@@ -53,7 +55,10 @@ class Situation:
     _whole: dict[tuple[Direction, int, int, int], bool] = field(default_factory=dict, repr=False)
 
     def is_whole(self, direction: Direction, boundary: int, first: int, number: int = 0) -> bool:
-        """Whether somebody has every record at a boundary, from step ``first`` on; of a tie, those of one weight."""
+        """Return whether the workers together have every record at a boundary from step ``first`` on.
+
+        For a tie, ``boundary`` is the layer of a use and ``number`` the shared weight.
+        """
         place = (direction, boundary, first, number)
         if place not in self._whole:
             at_place = [h for each in self.holdings for h in each if (h.direction, h.boundary) == place[:2]]
@@ -69,7 +74,7 @@ class Situation:
 
 
 def _cover(spans: Sequence[tuple[int, int]], wanted: range) -> bool:
-    """Whether ranges together have all that is wanted.
+    """Return whether the ranges [a, b) together contain all of ``wanted``.
 
     >>> _cover([(4, 8), (0, 5)], range(8)), _cover([(0, 3), (4, 8)], range(8))
     (True, False)
@@ -83,7 +88,10 @@ def _cover(spans: Sequence[tuple[int, int]], wanted: range) -> bool:
 
 
 def plan_replay(situation: Situation) -> Replay | Impossible:
-    """The fewest layers that have to be computed again, from the newest checkpoint for which that is possible.
+    """Return the replay of the fewest layers, from the newest checkpoint for which one is possible.
+
+    A replay of all layers is not better than a plain restart from the checkpoint: then, or without a checkpoint, the
+    answer is Impossible.
 
     >>> kept = [HeldRecords(direction=Direction.FORWARD, boundary=2, first=4, stop=6, micro_batches=((0, 8),)),
     ...         HeldRecords(direction=Direction.BACKWARD, boundary=4, first=4, stop=6, micro_batches=((0, 8),))]
@@ -106,7 +114,7 @@ def plan_replay(situation: Situation) -> Replay | Impossible:
 
 
 def _closed(situation: Situation, first: int) -> set[int]:
-    """The lost layers, and those without which their inputs or gradients are not known."""
+    """Return the lost layers, and those needed to compute their inputs and gradients since step ``first``."""
     layers = set(situation.lost)
     while True:
         known = len(layers)
@@ -125,7 +133,7 @@ def _closed(situation: Situation, first: int) -> set[int]:
 
 
 def _spans(layers: Collection[int]) -> tuple[range, ...]:
-    """Consecutive layers, as ranges.
+    """Return the layers as ranges of consecutive ones.
 
     >>> _spans([1, 2, 5])
     (range(1, 3), range(5, 6))
@@ -148,7 +156,9 @@ def _reason(spans: Sequence[range], first: int, stop: int) -> str:
 
 
 def needed(replay: Replay, step: int, share: range, *, layers: int, ties: Sequence[Sequence[int]]) -> Iterator[Key]:
-    """The records that a worker with these micro-batches needs for a step, in the order in which it does.
+    """Yield the records that a worker with the micro-batches ``share`` needs for a step, in the order of use.
+
+    ``layers`` is the number of layers of the model, ``ties`` as in Situation.
 
     >>> replay = Replay(first=0, stop=1, spans=(range(2, 4),), reason="")
     >>> [str(key) for key in needed(replay, 0, range(1), layers=6, ties=[])]
@@ -169,7 +179,7 @@ def needed(replay: Replay, step: int, share: range, *, layers: int, ties: Sequen
 
 
 class Sources:
-    """Who has which record; of several, the first."""
+    """Index of the records of all ranks."""
 
     def __init__(self, holdings: Sequence[Sequence[HeldRecords]]) -> None:
         self._at: dict[tuple[Direction, int], list[tuple[int, HeldRecords]]] = {}
@@ -178,5 +188,6 @@ class Sources:
                 self._at.setdefault((held.direction, held.boundary), []).append((rank, held))
 
     def rank_of(self, key: Key) -> int:
+        """Return the lowest rank that has the record. Raises StopIteration if none has it."""
         found = self._at.get((key.direction, key.boundary), [])
         return next(rank for rank, held in found if held.has(key))

@@ -1,4 +1,4 @@
-"""How often to save: from what a save costs and how often everything is lost."""
+"""Steps between two checkpoints, from the cost of a save and the time between failures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from statistics import median
 
 from holdfast.errors import UsageError
 
-BOUND = 0.035  # the share of training time that saving may cost, as CheckFreq has it
-SHORTEST = 10.0  # seconds: more often saves nobody anything
-FIRST = 10  # steps before the first save: enough to know how long a step takes
-RECENT = 5  # saves that are remembered
+BOUND = 0.035  # share of the training time that saving may cost; CheckFreq's default
+SHORTEST = 10.0  # seconds between saves at least: less lost work than that is not worth a save
+FIRST = 10  # steps before the first save: enough to measure how long a step takes
+RECENT = 5  # saves whose cost is remembered: the median survives two outliers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class Interval:
 
 
 def young_daly(lost_seconds: float, between_failures: float) -> float:
-    """The seconds between saves that lose the least in all, saving and redoing, as Young and Daly found:
-    the square root of twice the cost times the time between failures.
+    """Return the seconds between saves that lose the least time in all, by the formula of Young and Daly.
+
+    ``lost_seconds`` is the cost of a save, ``between_failures`` the mean seconds between failures.
 
     >>> young_daly(2.0, 3600)
     120.0
@@ -35,9 +36,11 @@ def young_daly(lost_seconds: float, between_failures: float) -> float:
 def choose(
     *, step_seconds: float, lost_seconds: float, between_failures: float | None, bound: float = BOUND
 ) -> Interval:
-    """The interval that a measured cost asks for.
+    """Choose the interval from measured seconds: of a step, lost per save, and between failures.
 
-    Nothing was ever lost: as often as ``bound`` allows. Otherwise ``young_daly``.
+    Without a failure so far (``between_failures=None``) it saves as often as the share ``bound`` of the time allows,
+    otherwise as ``young_daly`` says; never more often than every ``SHORTEST`` seconds. Raises UsageError for times
+    that are negative or not finite.
 
     >>> choose(step_seconds=0.1, lost_seconds=0.7, between_failures=None)
     Interval(steps=200, reason='0.70 s lost per save is 3.5% of 200 steps')
@@ -63,7 +66,7 @@ def choose(
 
 @dataclass(kw_only=True)
 class SaveCosts:
-    """Measures what saves cost: the stall, and what steps take longer while one is written.
+    """Measures the cost of saves: the stall, and the extra time of steps while a save is written.
 
     >>> costs = SaveCosts()
     >>> for seconds in (1.0, 1.0, 1.0): costs.step(seconds, saving=False)
@@ -76,21 +79,23 @@ class SaveCosts:
     _saves: list[float] = field(default_factory=list)
 
     def step(self, seconds: float, *, saving: bool) -> None:
-        """A step has been made, while a save was being written or not."""
+        """Record a step of so many seconds; ``saving`` tells whether a save was being written meanwhile."""
         if not saving:
             self._steps = [*self._steps[-99:], seconds]
         elif self._saves and self._steps:
             self._saves[-1] += seconds - median(self._steps)
 
     def save(self, *, stall: float) -> None:
-        """A save has begun, after training stood still for so long."""
+        """Record that a save has begun, after training stood still for ``stall`` seconds."""
         self._saves = [*self._saves[-(RECENT - 1) :], stall]
 
     @property
     def step_seconds(self) -> float | None:
+        """Median seconds of a step without a save beside it; None before the first."""
         return median(self._steps) if self._steps else None
 
     @property
     def lost_seconds(self) -> float | None:
-        """What a save costs in all; noise may make steps beside a save look faster than others."""
+        """Median seconds that a save costs in all; None before the first."""
+        # Noise may make steps beside a save look faster than others: a cost is never zero or negative.
         return max(median(self._saves), 1e-4) if self._saves else None

@@ -1,4 +1,4 @@
-"""What stages cost: a profile as arrays, and the shape of the chain that is cut out of it."""
+"""Costs of stages: the profile as arrays of sums, and the shape of a chain of stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.plan.timeline import StageTimes, Vector
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The shape of a pipeline's lane: its stages, of which each node holds ``per_node``."""
+    """Shape of one lane of a pipeline: a chain of stages, ``per_node`` of them on each node."""
 
     stages: int
     per_node: int
@@ -21,12 +21,12 @@ class Chain:
     micro_batches: int
 
     def crosses(self, stage: int) -> bool:
-        """Does the boundary in front of this stage lie between two nodes?"""
+        """Return whether the boundary in front of this stage lies between two nodes."""
         return stage % self.per_node == 0
 
 
 class StageCosts:
-    """A profile as arrays: sums over layers [a, b) at a glance.
+    """A profile as arrays of running sums: the cost of layers [a, b) is a difference of two entries.
 
     >>> from holdfast.plan.profile import uniform
     >>> chain = Chain(stages=2, per_node=1, lanes=1, micro_batches=8)
@@ -47,13 +47,16 @@ class StageCosts:
         self.update = _sums([layer.update for layer in profile.layers])
 
     def sends(self, chain: Chain, stage: int) -> Vector:
-        """Seconds to send forward and backward over the boundary in front of a stage, by the layer it begins with."""
+        """Return the seconds of sends over the boundary in front of a stage, by its first layer.
+
+        The first row is forward, the second backward.
+        """
         crosses = chain.crosses(stage)
         link, shared = (self.profile.between, chain.lanes) if crosses else (self.profile.inside, 1)
         return _seconds(link, shared * self.sent)
 
     def times(self, chain: Chain, bounds: tuple[int, ...]) -> list[StageTimes]:
-        """What one micro-batch takes at each stage of a cut."""
+        """Return the seconds of one micro-batch at each stage of a cut."""
         found = []
         for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
             last = stage + 1 == chain.stages
@@ -68,10 +71,10 @@ class StageCosts:
         return found
 
     def after(self, chain: Chain, first: Vector, stop: Vector) -> tuple[Vector, Vector]:
-        """Seconds after a stage's last backward: its update with the sum among lanes, and the sum with other pipelines.
+        """Return the seconds after the last backward of stages with layers [first, stop), in two parts.
 
-        A ring, or the exchange of halves, sends and receives each byte about twice. The stages of a node
-        share its link to other nodes.
+        The first is the update with the gradient sum among lanes, the second the gradient sum with other pipelines.
+        A sum (by a ring or by halving) sends and receives each byte about twice. The stages of a node share its link.
         """
         size = self.trainable[stop] - self.trainable[first]
         update = self.update[stop] - self.update[first]
@@ -80,13 +83,13 @@ class StageCosts:
         return update, _seconds(self.profile.between, 2 * size * chain.per_node)
 
     def memory(self, chain: Chain, stage: int, first: int, stop: int) -> int:
-        """Bytes of a stage's device: the state, the gradient, and what the micro-batches under way keep."""
+        """Return the bytes of a stage: state, gradient, and what is saved for the micro-batches under way."""
         under_way = min(chain.stages - stage, chain.micro_batches)
         resident = int(self.resident[stop] - self.resident[first])
         return resident + under_way * int(self.saved[stop] - self.saved[first])
 
     def fits(self, chain: Chain) -> bool:
-        """Is there a cut whose stages all fit into the memory? Follows every layer that a stage may begin with."""
+        """Return whether some cut has all stages fit into memory, by following the layers each stage may begin with."""
         if chain.stages > self.count:
             return False
         if self.profile.memory is None:

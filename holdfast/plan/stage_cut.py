@@ -1,16 +1,16 @@
-"""Where to cut the layers of a pipeline into stages: the shortest step, by bound and search.
+"""Choice of where to cut layers into stages: the cut with the shortest step, by branch and bound.
 
-Let stage i be the one that a step waits for, w what a micro-batch occupies it, N the micro-batches. It
-works N·w, after the first micro-batch has come through the stages before it. While it fills and while it
-drains it may also have to wait for the stages behind, once there and back: then the forwards (or
-backwards) that it can do meanwhile are hidden behind that. From its last backward the stages before it
-have to go back too, and each sums its gradients with other pipelines and updates when its own are
-done. The largest of these sums is a lower bound of the exact step, and mostly equal to it.
+Lower bound of a step. Let stage i be the slowest, w the seconds that a micro-batch occupies it, N the number of
+micro-batches. The stage works N·w, beginning when the first micro-batch has come through the stages before it. While
+the pipeline fills and drains, it may also wait for one round trip through the stages behind, less the work it can do
+meanwhile. After its last backward, the stages before it still have to do theirs. Each stage then sums its gradients
+with other pipelines and updates. The largest such sum over all stages is a lower bound of the exact step, and mostly
+equal to it.
 
-The bound of a stage depends on its layers, its place and on what lies behind, so dynamic programming from
-the end gives a bound for every suffix. Best-first search then completes cuts in the order of their
-bounds and times each by the exact recurrence; it stops when no bound is left below the best time: proven.
-On large models that may take too long; then it stops earlier and says how far the bound is (``gap``).
+The bound of a stage depends on its layers, its place and on what lies behind it, so dynamic programming from the last
+stage gives a bound for every suffix of stages. Best-first search completes cuts in the order of their bounds and times
+each by the exact recurrence. When no bound is left below the best time, that cut is proven to be optimal. For large
+models this may take too long; then the search stops earlier, and ``StageCut.least`` tells how far off it may be.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ import numpy as np
 from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.plan.timeline import Vector, last_ends
 
-EFFORT = 6_000  # vector operations spent on a template's cuts; in all tests enough to finish models of up to 10 layers
-EXPANSION = 6  # of these, to look one stage further
-SWEEPS = 3  # over all boundaries, when the effort is used up
-TINY = 1e-12  # rounding: not a difference
+EFFORT = 6_000  # vector operations per template; enough to prove the optimum for 10 layers in every test
+EXPANSION = 6  # vector operations that extending a cut by one stage takes, about
+SWEEPS = 3  # rounds over all boundaries when an unfinished search is polished
+TINY = 1e-12  # relative: times that differ by less differ only by rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCut:
-    """Layers [bounds[i], bounds[i+1]) are stage i; no cut of the chain is faster than ``least``."""
+    """A cut into stages: stage i has the layers [bounds[i], bounds[i+1]). No cut is faster than ``least`` seconds."""
 
     bounds: tuple[int, ...]
     seconds: float
     least: float
-    effort: int = 0  # that finding it took
+    effort: int = 0  # vector operations that finding it took
 
 
 class LowerBounds:
-    """Lower bounds of every suffix, by its first stage and layer.
+    """Lower bounds in seconds for every suffix of stages, as arrays [first stage of the suffix, its first layer].
 
-    ``done`` bounds the end of the stage's last backward, ``step`` that of all stages from it on with what
-    comes after, ``round_trip`` is the way of a micro-batch to the end and back. Sends forward over the
-    boundaries before are left out of the first two: everything behind has to add them.
+    ``done`` bounds the end of the first stage's last backward; ``step`` the end of the step for all its stages, with
+    gradient sums and updates; ``round_trip`` is the way of one micro-batch to the last stage and back. ``done`` and
+    ``step`` leave out the forward sends over earlier boundaries: users of the arrays add them.
     """
 
     def __init__(self, costs: StageCosts, chain: Chain) -> None:
@@ -71,9 +71,9 @@ class LowerBounds:
             self.round_trip[stage, first[:, 0]] = part.round_trip.min(axis=1)
 
     def _most_layers(self) -> int:
-        """No stage of the best cut has more layers.
+        """Return a number of layers that no stage of the best cut exceeds.
 
-        They would not fit, or take longer than an even cut takes in all.
+        More would not fit into memory, or one stage alone would take longer than a whole step with an even cut.
         """
         costs, chain = self.costs, self.chain
         most = costs.count
@@ -90,11 +90,14 @@ class LowerBounds:
 
     @property
     def least(self) -> float:
-        """No cut can be faster; infinite if none fits the memory."""
+        """Seconds that no cut can beat; infinite if none fits into memory."""
         return float(self.step[0, 0])
 
     def stage(self, stage: int, first: Vector, stop: Vector) -> _StageBound:
-        """What layers [first, stop) mean as this stage, with the best that may come behind; infinite if too large."""
+        """Return the bounds for layers [first, stop) as this stage, with the best suffix behind.
+
+        Bounds are infinite where the layers do not fit into memory.
+        """
         costs, chain = self.costs, self.chain
         send = self.sends[stage, 0, first]
         forward = costs.forward[stop] - costs.forward[first] + self.sends[stage + 1, 0, stop]
@@ -115,6 +118,7 @@ class LowerBounds:
         )
 
     def _fits(self, under_way: int, first: Vector, stop: Vector) -> Vector:
+        """Return whether layers [first, stop) fit into a device with so many micro-batches under way."""
         costs = self.costs
         fits: Vector = first < stop
         if costs.profile.memory is None:
@@ -123,7 +127,7 @@ class LowerBounds:
         return fits & (costs.resident[stop] - costs.resident[first] + saved <= costs.profile.memory)
 
     def holds(self, cut: tuple[int, ...]) -> bool:
-        """Does every stage of a cut fit into its device?"""
+        """Return whether every stage of a cut fits into its device."""
         if self.costs.profile.memory is None:
             return True
         return all(
@@ -132,7 +136,7 @@ class LowerBounds:
         )
 
     def occupied(self, cut: tuple[int, ...]) -> tuple[Vector, Vector, Vector]:
-        """What a micro-batch's forward and backward occupy each stage of a cut, and the seconds after."""
+        """Return each stage's seconds of a forward and a backward with sends, and after the last backward."""
         at = np.array(cut)
         place = np.arange(self.chain.stages)
         forward = np.diff(self.costs.forward[at]) + self.sends[place + 1, 0, at[1:]]
@@ -142,32 +146,35 @@ class LowerBounds:
 
 
 def _furthest(sums: Vector, limit: float) -> int:
-    """The most consecutive layers whose sum is within a limit, at least one."""
+    """Return the most consecutive layers whose sum is within a limit; at least one."""
     reach = np.searchsorted(sums, sums + limit, side="right") - np.arange(len(sums)) - 1
     return max(int(reach.max()), 1)
 
 
 class _StageBound(NamedTuple):
+    """Seconds of one stage for several choices of its layers; see LowerBounds."""
+
     done: Vector
-    after: Vector
-    backward: Vector
+    after: Vector  # gradient sums and update
+    backward: Vector  # of one micro-batch
     round_trip: Vector
 
 
 class _OpenCut(NamedTuple):
-    """A cut that is not complete: ordered by its bound, on equal bounds the deepest first."""
+    """A cut whose last stages are not chosen yet. It sorts by its bound, then by the fewest stages left."""
 
-    bound: float
-    left: int  # stages
+    bound: float  # seconds of a step, at least
+    left: int  # stages still to choose
     cut: tuple[int, ...]
-    sent: float  # forward, before the last stage chosen
-    back: float  # from the next stage's last backward to the end of a step
+    sent: float  # seconds of forward sends before the last stage chosen
+    back: float  # seconds from the next stage's last backward to the end of the step
 
 
 def best_cut(bounds: LowerBounds, *, effort: int = EFFORT, rival: float = np.inf) -> StageCut | None:
-    """The fastest cut into ``chain.stages`` stages that fits the memory; None if none does.
+    """Return the fastest cut into ``chain.stages`` stages that fits into memory; None if none does.
 
-    Cuts that are no faster than ``rival`` are not looked for: another chain has a better one.
+    The search ends after ``effort`` vector operations. Cuts that are not faster than ``rival`` seconds are not looked
+    for: another chain has a better one.
 
     >>> from holdfast.plan.profile import uniform
     >>> chain = Chain(stages=2, per_node=1, lanes=1, micro_batches=8)
@@ -196,9 +203,9 @@ def best_cut(bounds: LowerBounds, *, effort: int = EFFORT, rival: float = np.inf
 
 
 def _polished(bounds: LowerBounds, best: StageCut) -> StageCut:
-    """The cut after moving single boundaries as long as that helps: for a search that could not finish.
+    """Move single boundaries of a cut as long as that helps: for a search that could not finish.
 
-    Moves are judged by their bound, which is cheap and all but exact; the outcome is timed.
+    Moves are judged by their lower bound, which is cheap and nearly exact; only the last cut is timed.
     """
     cut, least = best.bounds, _closer_bound(bounds, best.bounds)
     for _ in range(SWEEPS):
@@ -215,7 +222,7 @@ def _polished(bounds: LowerBounds, best: StageCut) -> StageCut:
 
 
 def _children(bounds: LowerBounds, chosen: _OpenCut, *, below: float) -> list[_OpenCut]:
-    """The ways to choose one more stage, with bounds below a limit."""
+    """Return the cuts with one more stage chosen whose bound is below a limit."""
     chain, count = bounds.chain, bounds.costs.count
     stage, first, left = chain.stages - chosen.left, chosen.cut[-1], chosen.left - 1
     stops = np.arange(first + 1, count - left + 1) if left else np.array([count])
@@ -231,7 +238,7 @@ def _children(bounds: LowerBounds, chosen: _OpenCut, *, below: float) -> list[_O
 
 
 def _first_guess(bounds: LowerBounds, root: _OpenCut) -> tuple[int, ...]:
-    """Always the child with the least bound: often the best cut already."""
+    """Return the cut found by always taking the child with the least bound: often the best cut already."""
     chosen = root
     while chosen.left:
         chosen = min(_children(bounds, chosen, below=np.inf))
@@ -239,13 +246,17 @@ def _first_guess(bounds: LowerBounds, root: _OpenCut) -> tuple[int, ...]:
 
 
 def _timed(bounds: LowerBounds, cut: tuple[int, ...]) -> StageCut:
+    """Return the cut with the exact seconds of its step."""
     forward, backward, after = bounds.occupied(cut)
     ends = last_ends(forward, backward, np.array([bounds.chain.micro_batches]))
     return StageCut(bounds=cut, seconds=float((ends + after).max()), least=0.0)
 
 
 def _closer_bound(bounds: LowerBounds, cut: tuple[int, ...]) -> float:
-    """The bound of a whole cut, which may wait for only some of the stages behind. Far cheaper than timing it."""
+    """Return a lower bound for a complete cut, closer than that of the search and far cheaper than timing it.
+
+    A stage may wait for any number of the stages behind it, not only for all of them.
+    """
     forward, backward, after = bounds.occupied(cut)
     both = forward + backward
     until = np.cumsum(both)

@@ -1,9 +1,9 @@
-"""Pipeline templates: for each number of nodes the fastest pipeline, made once and used ever after.
+"""Pipeline templates: for each number of nodes the fastest pipeline, made once before training.
 
-With n0 the fewest nodes that hold a pipeline, the sizes are n0, n0 + 1, … up to what is left of N nodes
-when f pipelines of n0 stand beside. Any number of nodes from (f+1)·n0 to N is then a sum of at least f+1
-sizes: f pipelines of n0, and one of all others. So whatever f nodes are lost, there is a plan that uses all
-that are left, as long as they are (f+1)·n0.
+Let n0 be the fewest nodes that can hold a pipeline, N all nodes and f the losses to survive. The sizes are n0, n0 + 1,
+… N − f·n0. Any number of nodes from (f+1)·n0 to N is then a sum of at least f+1 sizes: f pipelines of n0 nodes, and
+one of all the others. So after the loss of any f nodes there is a plan that uses all nodes left, as long as these are
+at least (f+1)·n0.
 """
 
 from __future__ import annotations
@@ -15,52 +15,54 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import UsageError
+from holdfast.plan.pipeline_sizes import PER_DEVICE as PER_DEVICE
+from holdfast.plan.pipeline_sizes import chains, fewest_nodes, what_it_takes, what_would_help
 from holdfast.plan.profile import Profile
-from holdfast.plan.sizes import PER_DEVICE as PER_DEVICE
-from holdfast.plan.sizes import chains, fewest_nodes, what_it_takes, what_would_help
 from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.plan.stage_cut import EFFORT, TINY, LowerBounds, StageCut, best_cut
 from holdfast.plan.timeline import StageTimes, Vector, last_ends
 from holdfast.words import count
 
-FEW = 16  # up to here the time of every number of micro-batches is known exactly,
-CLOSELY = 40  # of so many numbers up to twice the stages,
-WIDELY = (3, 4, 5, 6)  # and of these times the stages; in between it is all but linear
-CLOSE = 1e-9  # relative: nearer times are equal
-PLENTY = 10**9  # micro-batches in a lane; whoever has time for more has time for any step
+# A template knows the exact time of a step for some numbers of micro-batches, and interpolates between these:
+FEW = 16  # all numbers up to this one, where the time grows unevenly,
+CLOSELY = 40  # so many numbers, evenly spaced, up to twice the number of stages,
+WIDELY = (3, 4, 5, 6)  # and these multiples of the number of stages, between which the time is nearly linear
+CLOSE = 1e-9  # relative: times that differ by less count as equal
+PLENTY = 10**9  # micro-batches of a lane: more than any step has, and no overflow in sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateStage:
-    """Layers [first, stop) on one device of the pipeline's node number ``node``, in every lane."""
+    """A stage of a template: layers [first, stop) on one device of the pipeline's node ``node``, in each lane."""
 
     first: int
     stop: int
     node: int
     times: StageTimes
-    update: float  # seconds after its last backward: the optimizer, and the sum of gradients among lanes
-    exchange: float  # and the sum of gradients with other pipelines
-    bytes: int  # of memory
+    update: float  # seconds after the last backward: the sum of gradients among lanes, and the optimizer
+    exchange: float  # seconds of the sum of gradients with other pipelines
+    bytes: int  # of memory on its device
 
     @property
     def layers(self) -> range:
+        """Layers of the stage."""
         return range(self.first, self.stop)
 
 
 class Knots(NamedTuple):
-    """Numbers of micro-batches in a lane, the time of each, and what one more adds beyond the last."""
+    """Points of the function from micro-batches of a lane to seconds of a step."""
 
-    numbers: Vector
-    times: Vector
-    alone: Vector  # the time if there is no other pipeline
-    slope: float
+    numbers: Vector  # of micro-batches
+    times: Vector  # seconds with as many
+    alone: Vector  # the same if there is no other pipeline to sum gradients with
+    slope: float  # seconds that each micro-batch beyond the last number adds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A pipeline's shape: ``lanes`` equal chains of stages, side by side on the same nodes.
+    """Shape of a pipeline: ``lanes`` equal chains of stages, side by side on the same nodes.
 
-    ``gap`` 0 means proven optimal, 0.01 that a cut may exist that is up to 1% faster.
+    ``devices`` is the number per node. ``gap`` 0 means that no cut is faster; 0.01 that one may be up to 1% faster.
 
     >>> from holdfast.plan.profile import uniform
     >>> template = make_templates(uniform(4), nodes=4, tolerate=1).by_nodes[2]
@@ -79,6 +81,7 @@ class Template:
 
     @cached_property
     def knots(self) -> Knots:
+        """Exact times of some numbers of micro-batches, for ``seconds`` and ``capacity`` to interpolate."""
         forward = np.array([stage.times.forward + stage.times.send_forward for stage in self.stages])
         backward = np.array([stage.times.backward + stage.times.send_backward for stage in self.stages])
         update = np.array([stage.update for stage in self.stages])
@@ -87,7 +90,7 @@ class Template:
         near = np.unique([*range(1, FEW + 1), *np.linspace(1, 2 * stages, CLOSELY).round().astype(int)])
         far = np.array([times * stages for times in WIDELY if times * stages > near[-1]], dtype=int)
         numbers = np.concatenate([near, far])
-        # Apart, because all of a call take as many rounds as its longest.
+        # Two calls, because every number of a call takes as many rounds as the largest.
         ends = np.concatenate([last_ends(forward, backward, each) for each in (near, far) if len(each)])
         return Knots(
             numbers=numbers,
@@ -97,7 +100,7 @@ class Template:
         )
 
     def seconds(self, micro_batches: int, *, alone: bool = False) -> float:
-        """A step with so many micro-batches; ``alone``: there is no other pipeline to sum gradients with."""
+        """Return the seconds of a step with so many micro-batches; ``alone``: there is no other pipeline."""
         knots = self.knots
         longest = -(-micro_batches // self.lanes)
         beyond = max(longest - int(knots.numbers[-1]), 0)
@@ -105,7 +108,7 @@ class Template:
         return float(np.interp(longest, knots.numbers, times)) + beyond * knots.slope
 
     def capacity(self, seconds: float) -> int:
-        """The most micro-batches that a step of so many seconds has time for."""
+        """Return the most micro-batches that the pipeline can compute in a step of so many seconds."""
         numbers, times = self.knots.numbers, self.knots.times
         seconds *= 1 + TINY
         if seconds < times[0]:
@@ -114,7 +117,7 @@ class Template:
         if longest >= PLENTY:
             return PLENTY * self.lanes
         longest = int(longest)
-        # Rounding may put the border on either side.
+        # Rounding may have given one too few or too many.
         while self.seconds((longest + 1) * self.lanes) <= seconds:
             longest += 1
         while self.seconds(longest * self.lanes) > seconds:
@@ -123,7 +126,7 @@ class Template:
 
     @cached_property
     def roles(self) -> tuple[range, ...]:
-        """The layers that each of the pipeline's nodes holds."""
+        """Layers of each of the pipeline's nodes."""
         per_node = len(self.stages) // self.nodes
         return tuple(
             range(self.stages[first].first, self.stages[first + per_node - 1].stop)
@@ -133,7 +136,7 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True)
 class Templates:
-    """A template for each size that a pipeline may have."""
+    """Templates for all sizes that a pipeline may have, and the reason for these sizes."""
 
     profile: Profile
     devices: int
@@ -144,14 +147,17 @@ class Templates:
 
     @property
     def needed(self) -> int:
-        """The fewest nodes that survive the loss of ``tolerate``."""
+        """Fewest nodes that survive the loss of ``tolerate`` nodes."""
         return (self.tolerate + 1) * self.minimum
 
 
 def make_templates(
     profile: Profile, *, nodes: int, tolerate: int, devices: int = 1, minimum: int | None = None
 ) -> Templates:
-    """All templates for up to so many nodes.
+    """Make the templates for up to ``nodes`` nodes of ``devices`` devices each.
+
+    ``tolerate`` is the number of simultaneous losses to survive. ``minimum`` is the least number of nodes of a
+    pipeline; by default, the fewest whose memory suffices. Raises UsageError if the nodes or their memory are too few.
 
     >>> from holdfast.plan.profile import uniform
     >>> made = make_templates(uniform(8), nodes=6, tolerate=1, minimum=2)
@@ -185,7 +191,7 @@ def make_templates(
 
 
 def _reason(costs: StageCosts, found: dict[int, Template], wanted: int) -> str:
-    """Which sizes there are, and why not all from the smallest to the wanted largest."""
+    """Return a sentence with the sizes, and why some up to the wanted largest are missing."""
     sizes = f"{min(found)} to {max(found)} nodes" if len(found) > 1 else count(min(found), "node")
     words = f"a pipeline takes {sizes}"
     missing = [size for size in range(min(found), min(wanted, costs.count) + 1) if size not in found]
@@ -198,7 +204,7 @@ def _reason(costs: StageCosts, found: dict[int, Template], wanted: int) -> str:
 
 
 def _template(costs: StageCosts, nodes: int, devices: int) -> Template | None:
-    """The fastest of all ways to use the devices; the search's effort is shared among them."""
+    """Return the fastest way to use the devices; all numbers of lanes together share the effort of the search."""
     bounds = sorted(
         (LowerBounds(costs, chain) for chain in chains(costs, nodes, devices)),
         key=lambda one: (one.least, one.chain.lanes),
@@ -247,5 +253,5 @@ def _describe(costs: StageCosts, nodes: int, devices: int, cut: StageCut, chain:
         reason=f"stage {slowest} of {chain.stages} sets the pace, {times[slowest].total * 1e3:.3g} ms "
         f"for a micro-batch; {proof}",
     )
-    assert template.knots is not None  # timed now: after a failure there is no time for it
+    assert template.knots is not None  # computed now, so that it need not be after a failure
     return template

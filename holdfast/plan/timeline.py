@@ -1,8 +1,7 @@
-"""How long a step of a pipeline takes: 1F1B event by event, and the same end by a fast recurrence.
+"""The 1F1B schedule, and how long a step of a pipeline takes: event by event, or faster by a recurrence.
 
-A worker hands over what it has computed before it goes on, as Megatron's and torch's own 1F1B do: a send
-occupies the sender, and the receiver can begin when it ends. (In 1F1B a stage waits for the answer to
-what it sent, so sending beside computing would hide little of it.)
+A send occupies the sender, as in Megatron's and torch's own 1F1B, and the receiver can begin when it ends. (In 1F1B a
+stage waits for the answer to what it sent, so sends beside computation would hide little.)
 """
 
 from __future__ import annotations
@@ -20,14 +19,17 @@ Kind = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Op:
+    """One operation of a stage."""
+
     kind: Kind
     micro_batch: int
 
 
 def one_forward_one_backward(*, stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """Enough forwards to fill the stages behind, then one forward and one backward in turn, then the rest.
+    """Return the operations of a stage, in order: forwards to fill the stages behind, then pairs, then backwards.
 
-    A stage has as many micro-batches under way as there are stages from it to the end, never more.
+    A pair is one forward and one backward. A stage never has more micro-batches under way than there are stages from
+    it to the last one.
 
     >>> [f"{op.kind[0]}{op.micro_batch}" for op in one_forward_one_backward(stage=0, stages=2, micro_batches=3)]
     ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
@@ -52,12 +54,13 @@ class StageTimes:
 
     @property
     def total(self) -> float:
+        """Seconds that a micro-batch occupies the stage."""
         return self.forward + self.backward + self.send_forward + self.send_backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOperation:
-    """One operation on a worker's time line: computing until ``computed``, sending until ``end``."""
+    """An operation with its times: it computes from ``start`` until ``computed`` and sends until ``end`` (seconds)."""
 
     stage: int
     kind: Kind
@@ -68,7 +71,7 @@ class TimedOperation:
 
 
 def simulate(stages: Sequence[StageTimes], micro_batches: int) -> list[TimedOperation]:
-    """Every operation of a step, exactly: each begins when its worker is free and its input is there.
+    """Return every operation of a step: each begins when its worker is free and its input has arrived.
 
     >>> stage = StageTimes(forward=1.0, backward=2.0)
     >>> max(span.end for span in simulate([stage, stage], 4))
@@ -108,25 +111,16 @@ def _span(times: StageTimes, stage: int, kind: Kind, micro_batch: int, start: fl
     return TimedOperation(stage=stage, kind=kind, micro_batch=micro_batch, start=start, computed=computed, end=end)
 
 
-def makespan(stages: Sequence[StageTimes], micro_batches: int) -> float:
-    """The end of the last operation, without listing them: one round of vector operations per micro-batch.
-
-    At stage i the backward of micro-batch m − (S−i) comes right before the forward of m, and needs the
-    backward that the next stage did one round earlier; so a round is all those backwards at once, then
-    the forward of m through all stages (a running maximum).
-
-    >>> makespan([StageTimes(forward=1.0, backward=2.0)] * 2, 4)
-    15.0
-    """
-    forward = np.array([times.forward + times.send_forward for times in stages])
-    backward = np.array([times.backward + times.send_backward for times in stages])
-    return float(last_ends(forward, backward, np.array([micro_batches]))[0, 0])
-
-
 def last_ends(forward: Vector, backward: Vector, micro_batches: Vector) -> Vector:
-    """When each stage has done its last backward, a row for each number of micro-batches.
+    """Return when each stage ends its last backward, with a row for each number of micro-batches.
 
-    From what a micro-batch's forward and backward occupy the stages. The first stage is the last to end.
+    ``forward`` and ``backward`` are the seconds that a micro-batch occupies each stage, sends included. The first
+    stage is the last to end. One round of vector operations per micro-batch: at stage i of S the backward of
+    micro-batch m − (S−i) comes right before the forward of m, and needs the backward that the next stage did one round
+    earlier. So a round is all those backwards at once, then the forward of m through all stages (a running maximum).
+
+    >>> last_ends(np.array([1.0, 1.0]), np.array([2.0, 2.0]), np.array([1, 4])).tolist()
+    [[6.0, 4.0], [15.0, 13.0]]
     """
     stages = len(forward)
     behind = np.arange(stages, 0, -1)  # stages from here to the end: the micro-batches under way

@@ -1,8 +1,8 @@
 """The fixed binary tree along which a step's gradients are summed.
 
-Node (level, k) stands for micro-batches [k·2^level, (k+1)·2^level), cut off at the step's last one.
-Floating-point sums depend on their order; this order depends on the number of micro-batches alone, so
-whoever computes the leaves, the root is the same to the last bit.
+Node (level, k) is the sum over micro-batches [k·2^level, (k+1)·2^level), cut off at the step's last one.
+Floating-point sums depend on their order. This order depends only on the number of micro-batches, so the root is the
+same to the last bit whichever workers compute the leaves.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, order=True)
 class Node:
+    """A node of the tree: number ``index`` from the left, ``level`` above the leaves."""
+
     level: int
     index: int
 
     def span(self, leaves: int) -> range:
-        """The leaves below.
+        """Return the leaves below, of so many in all.
 
         >>> Node(1, 2).span(5)
         range(4, 5)
@@ -29,7 +31,7 @@ class Node:
 
 
 def lift(node: Node, leaves: int) -> Node:
-    """The highest node with the same leaves: at the right edge a node may be its parent's only child.
+    """Return the highest node with the same leaves: at the right edge a node may be its parent's only child.
 
     >>> lift(Node(0, 4), 5)
     Node(level=2, index=1)
@@ -42,8 +44,8 @@ def lift(node: Node, leaves: int) -> Node:
 class Adder(Generic[Value]):
     """Adds up consecutive nodes in tree order, holding as few partial sums as possible.
 
-    ``add(left, right)`` returns the sum and may reuse ``left``. What is left over when the nodes of a
-    worker are in are its *roots*, the largest subtrees that it owns whole.
+    ``add(left, right)`` returns the sum and may reuse ``left``. When all nodes of a worker have been pushed, ``stack``
+    holds its *roots*: the sums of the largest subtrees whose leaves are all its own.
 
     >>> adder = Adder(5, lambda left, right: f"({left}+{right})")
     >>> for leaf in range(5): adder.push(Node(0, leaf), str(leaf))
@@ -57,6 +59,7 @@ class Adder(Generic[Value]):
         self._add = add
 
     def push(self, node: Node, value: Value) -> None:
+        """Add the value of the next node to the right."""
         node = lift(node, self.leaves)
         while self.stack and node.index % 2 == 1 and self.stack[-1][0] == Node(node.level, node.index - 1):
             _, left = self.stack.pop()
@@ -66,7 +69,7 @@ class Adder(Generic[Value]):
 
 
 def roots(share: range, leaves: int) -> list[Node]:
-    """The largest subtrees whose leaves all lie in ``share``, left to right.
+    """Return the largest subtrees whose leaves all lie in ``share``, left to right.
 
     >>> roots(range(2, 5), 8)
     [Node(level=1, index=1), Node(level=0, index=4)]
@@ -78,7 +81,7 @@ def roots(share: range, leaves: int) -> list[Node]:
 
 
 def tree_sum(values: Sequence[float]) -> float:
-    """The sum of numbers along the tree.
+    """Return the sum of numbers, added in the order of the tree; 0.0 for none.
 
     >>> tree_sum([1.0, 2.0, 3.0])
     6.0

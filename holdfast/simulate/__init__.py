@@ -1,1 +1,1 @@
-"""Failure traces over training systems: what each would have trained, and what it would have lost."""
+"""Simulation of training systems along a failure trace: throughput, and GPU-hours used, idle and lost."""

@@ -1,7 +1,7 @@
 """The course of a training along a trace: what a system does from moment to moment, by its rules.
 
-Work counts from boundary to boundary: a boundary is where a system can go on from when nodes are lost (the
-end of a step; of a checkpoint). What was done since the last boundary is lost with them and done again.
+A boundary is a moment from which the system can go on when nodes are lost: the end of a step, or of a checkpoint. The
+work since the last boundary is lost with the nodes and done again.
 """
 
 from __future__ import annotations
@@ -12,87 +12,97 @@ from typing import Any, Protocol
 
 from holdfast.simulate.trace import NodeChange, Trace
 
-TINY = 1e-9  # seconds: what rounding may leave of a step
+TINY = 1e-9  # seconds: a shorter rest of a step is rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stretch of time in which one thing went on. ``used + idle + lost`` is the number of nodes there.
+    """A stretch of time (seconds) in which the system did one thing.
 
-    ``lost`` nodes work on what is done again later, save, or wait for a reconfiguration or restart.
+    ``used + idle + lost`` is the number of nodes that exist then. ``used`` nodes do work that is kept, ``idle`` ones
+    wait, ``lost`` ones do work that is thrown away later, save, or stand still in a reconfiguration or restart.
     """
 
     start: float
     end: float
     samples_per_s: float  # of work that is kept
-    used: float
+    used: float  # nodes; not whole where several courses are averaged
     idle: float
     lost: float
     why: str
 
     @property
     def seconds(self) -> float:
+        """Length in seconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeArrangement:
-    """What runs on the nodes: how fast, on how many of them, and what its system has to remember."""
+    """The nodes as a system has arranged them: how fast they train, and how many of them do."""
 
     samples_per_s: float
-    used: int
-    moving: float = 0.0  # seconds in which layers get here from where the layout before had them
-    memory: Any = None
+    used: int  # nodes that train
+    moving: float = 0.0  # seconds to move layers to where this arrangement has them
+    memory: Any = None  # whatever the system's rules want to know at the next change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When something happens: the nodes that are up now, and what the system was doing."""
+    """A moment at which nodes are lost or come up, as the rules see it."""
 
-    live: Collection[str]  # in the order in which they came; as of now: copy it to keep it
-    lost: tuple[str, ...] = ()
-    draws: tuple[float, ...] = ()  # for each lost node a number in [0, 1): where it stood
-    paused: bool = False
-    started: bool = True  # has anything ever been trained?
+    live: Collection[str]  # nodes that are up, in the order in which they came; a live view: copy it to keep it
+    lost: tuple[str, ...] = ()  # nodes that are lost at this moment
+    draws: tuple[float, ...] = ()  # for each lost node a random number in [0, 1) that decides its place
+    paused: bool = False  # the system is in a pause
+    started: bool = True  # the system has trained before
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reaction:
-    """What a system does about it.
+    """A system's reaction to a moment.
 
-    Without ``at_boundary`` it stops where it is, and what was done since the last boundary is lost. With it,
-    it goes on as ``meanwhile`` to the next boundary. Then it pauses, and goes on as ``then``; None: no pause.
+    Without ``at_boundary`` the system stops at once, and the work since the last boundary is lost. With it, the system
+    trains on as ``meanwhile`` until the next boundary. Then it pauses and goes on as ``then``. ``then=None`` means
+    that it just goes on, without a pause.
     """
 
     then: NodeArrangement | None
-    pause: float = 0.0
+    pause: float = 0.0  # seconds
     at_boundary: bool = False
     meanwhile: NodeArrangement | None = None
     why: str = ""
 
 
 class SystemRules(Protocol):
-    """A system: pure decisions, no clock. The course keeps the time."""
+    """Rules of a system: pure decisions. The course keeps the time and calls them."""
 
     @property
     def boundary_samples(self) -> float:
-        """Samples from one boundary to the next; 0: everywhere is one, nothing is ever lost."""
+        """Samples from one boundary to the next; 0: every moment is a boundary, so no work is ever lost."""
 
     @property
     def boundary_seconds(self) -> float:
-        """What a boundary itself costs: the checkpoint."""
+        """Seconds that a boundary itself takes: those of a checkpoint."""
 
     @property
     def creation(self) -> float:
         """Seconds until a node that is added is up."""
 
-    def begin(self, moment: Moment) -> NodeArrangement: ...
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction: ...
-    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction: ...
+    def begin(self, moment: Moment) -> NodeArrangement:
+        """Return the arrangement at the start of the trace."""
+
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        """Return the reaction to the loss of ``moment.lost``; ``arrangement`` is the arrangement until now."""
+
+    def join(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        """Return the reaction to nodes that have come up; they are in ``moment.live`` already."""
 
 
 def follow(trace: Trace, rules: SystemRules, draws: Sequence[float] = ()) -> list[Segment]:
-    """The segments of a system along a trace, without a gap from its start to its end.
+    """Return what a system does along a trace, as segments without gaps from its start to its end.
+
+    ``draws`` are random numbers in [0, 1), one per lost node, for rules that depend on who stands where.
 
     >>> from holdfast.simulate.systems.rearranging import oobleck
     >>> from holdfast.simulate.measured_tables import example
@@ -116,7 +126,7 @@ def follow(trace: Trace, rules: SystemRules, draws: Sequence[float] = ()) -> lis
 
 
 def _times(trace: Trace, creation: float) -> dict[float, NodeChange]:
-    """When the trace changes, or nodes that it added are up."""
+    """Return the moments at which the trace changes, or nodes that it added are up, with the trace's changes."""
     changes = {change.time: change for change in trace.changes}
     up = {change.time + creation for change in trace.changes if change.added}
     times = sorted(time for time in changes.keys() | up if time < trace.end)
@@ -124,33 +134,35 @@ def _times(trace: Trace, creation: float) -> dict[float, NodeChange]:
 
 
 class _Course:
+    """The state of a system while it follows a trace."""
+
     def __init__(self, trace: Trace, rules: SystemRules, draws: Sequence[float]) -> None:
         self.rules = rules
         self.now = trace.start
-        self.there = len(trace.nodes)  # up or coming up
+        self.there = len(trace.nodes)  # nodes that are up or coming up
         self.live = dict.fromkeys(trace.nodes)
-        self.coming: dict[str, float] = {}  # when it will be up
+        self.coming: dict[str, float] = {}  # nodes that are not up yet: when they will be
         self.draws = iter(draws)
         self.segments: list[Segment] = []
-        self.since: list[Segment] = []  # since the last boundary
+        self.since: list[Segment] = []  # work since the last boundary, which a loss would undo
         self.phase = 0.0  # seconds since the last boundary
-        self.pending: Reaction | None = None  # for the next boundary
+        self.pending: Reaction | None = None  # carried out at the next boundary
         self.paused = 0.0  # when the pause began
-        self.resumes: float | None = None  # when it ends
+        self.resumes: float | None = None  # when the pause ends; None: there is none
         self.why = ""
-        self.layout = rules.begin(Moment(live=self.live.keys(), started=False))
+        self.arrangement = rules.begin(Moment(live=self.live.keys(), started=False))
         self.started = False
 
     # --- time passes ---
 
     def advance(self, to: float) -> None:
-        """Lets time pass in which nothing happens to the nodes."""
+        """Let time pass until ``to``, in which nothing happens to the nodes."""
         while self.now < to:
             if self.resumes is not None:
                 self._pause(to)
-            elif self.pending is not None and (not self.phase or not self.layout.samples_per_s):
+            elif self.pending is not None and (not self.phase or not self.arrangement.samples_per_s):
                 self._stop(self.pending)
-            elif not self.layout.samples_per_s:
+            elif not self.arrangement.samples_per_s:
                 self._add(to, why="too few nodes")
             else:
                 self._work(to)
@@ -159,12 +171,15 @@ class _Course:
 
     def _pause(self, to: float) -> None:
         assert self.resumes is not None
-        self._add(min(to, self.resumes), lost=self.layout.used, why=self.why)
+        self._add(min(to, self.resumes), lost=self.arrangement.used, why=self.why)
         if self.now >= self.resumes:
             self.resumes = None
 
     def _work(self, to: float) -> None:
-        """From a boundary as many whole rounds at once as there is time for; else on to the next boundary."""
+        """Train until ``to`` at most: at a boundary as many whole rounds as fit, else on to the next boundary.
+
+        A round is the work from one boundary to the next, and the boundary's own seconds.
+        """
         self.started = True
         work, whole = self._round()
         rounds = int((to - self.now) / whole + TINY) if whole else 0
@@ -172,13 +187,13 @@ class _Course:
             self._train(to)
         elif not self.phase and rounds:
             share = work / whole
-            used = self.layout.used
+            used = self.arrangement.used
             end = self.now + rounds * whole
             if to - end < TINY:
                 end = to
             self._add(
                 end,
-                samples_per_s=share * self.layout.samples_per_s,
+                samples_per_s=share * self.arrangement.samples_per_s,
                 used=share * used if share < 1 else used,
                 lost=used - share * used if share < 1 else 0,
                 why="training" if share == 1 else "training and saving",
@@ -187,25 +202,25 @@ class _Course:
             self._part(to, work, whole)
 
     def _part(self, to: float, work: float, whole: float) -> None:
-        """On to the next boundary, or as far as time goes."""
+        """Train, then save, until the next boundary or ``to``, whichever is first."""
         begun = self.now - self.phase
         boundary = begun + whole
         if self.phase < work:
             self._train(min(to, begun + work))
         if self.now < to and self.now < boundary:
-            self._add(min(to, boundary), lost=self.layout.used, why="saving", kept=False)
+            self._add(min(to, boundary), lost=self.arrangement.used, why="saving", kept=False)
         self.phase = self.now - begun
         if boundary - self.now < TINY:
             self.keep()
 
     def _train(self, to: float) -> None:
-        layout = self.layout
+        arrangement = self.arrangement
         kept = not self.rules.boundary_samples
-        self._add(to, samples_per_s=layout.samples_per_s, used=layout.used, why="training", kept=kept)
+        self._add(to, samples_per_s=arrangement.samples_per_s, used=arrangement.used, why="training", kept=kept)
 
     def _round(self) -> tuple[float, float]:
-        """Seconds of work from one boundary to the next, and of the boundary with it."""
-        work = self.rules.boundary_samples / self.layout.samples_per_s if self.layout.samples_per_s else 0.0
+        """Return the seconds of work from one boundary to the next, without and with the boundary's own seconds."""
+        work = self.rules.boundary_samples / self.arrangement.samples_per_s if self.arrangement.samples_per_s else 0.0
         return work, work + self.rules.boundary_seconds if work else 0.0
 
     def _add(
@@ -218,8 +233,9 @@ class _Course:
         why: str,
         kept: bool = True,
     ) -> None:
+        """Add a segment from now until ``to``; ``kept=False``: a loss before the next boundary undoes it."""
         if to > self.now:
-            idle = max(self.there - (used + lost), 0)  # rounding may leave a little less than nothing
+            idle = max(self.there - (used + lost), 0)  # rounding may make it slightly negative
             segment = Segment(
                 start=self.now, end=to, samples_per_s=samples_per_s, used=used, idle=idle, lost=lost, why=why
             )
@@ -229,40 +245,43 @@ class _Course:
     # --- boundaries and changes ---
 
     def keep(self) -> None:
-        """A boundary: what was done since the last one cannot be lost any more."""
+        """Mark a boundary: the work since the last one cannot be lost any more."""
         self.segments += self.since
         self.since, self.phase = [], 0.0
 
     def _drop(self) -> None:
+        """Turn the work since the last boundary into lost time: it has to be done again."""
         for part in self.since:
             why = part.why if part.why == "saving" else "done again"
             self.segments.append(replace(part, samples_per_s=0.0, used=0, lost=part.lost + part.used, why=why))
         self.since, self.phase = [], 0.0
 
     def apply(self, change: NodeChange) -> None:
-        """Nodes are lost, ordered, up."""
+        """Apply a change of the trace: nodes are lost, others are ordered; those ordered before may be up now."""
         self.there += len(change.added) - len(change.lost)
         lost = tuple(node for node in change.lost if node in self.live)
-        for node in change.lost:  # who is lost before it is up was never there
+        for node in change.lost:  # a node that is lost before it is up never trained
             self.coming.pop(node, None)
             self.live.pop(node, None)
         if lost:
             draws = tuple(next(self.draws, 0.0) for _ in lost)
-            self._react(self.rules.lose(self.layout, self._moment(lost=lost, draws=draws)))
+            self._react(self.rules.lose(self.arrangement, self._moment(lost=lost, draws=draws)))
         self.coming.update(dict.fromkeys(change.added, change.time + self.rules.creation))
         ready = [node for node, time in self.coming.items() if time <= change.time]
         if ready:
             self._join(ready)
 
     def _join(self, ready: list[str]) -> None:
+        """Let nodes that are up join: at once, or with the pause that is under way."""
         for node in ready:
             del self.coming[node]
             self.live[node] = None
-        reaction = self.rules.join(self.layout, self._moment())
+        reaction = self.rules.join(self.arrangement, self._moment())
         if self.resumes is None:
             self._react(reaction)
-        else:  # who comes during a pause is taken along: what it takes has begun with the pause
-            self.layout = reaction.then or reaction.meanwhile or self.layout
+        else:
+            # Nodes that come during a pause are part of what follows it. Their own pause counts from its beginning.
+            self.arrangement = reaction.then or reaction.meanwhile or self.arrangement
             if reaction.then is not None:
                 self.resumes = max(self.resumes, self.paused + reaction.pause)
 
@@ -271,19 +290,22 @@ class _Course:
         return Moment(live=self.live.keys(), lost=lost, draws=draws, paused=paused, started=self.started)
 
     def _react(self, reaction: Reaction) -> None:
+        """Carry out a reaction at once, or keep it for the next boundary."""
         if not reaction.at_boundary:
             self._drop()
             self._stop(reaction)
             return
         if reaction.meanwhile is not None:
             before = self._round()[1]
-            self.layout = reaction.meanwhile
+            self.arrangement = reaction.meanwhile
+            # The share of the round that is done stays the same; at another speed it stands for other seconds.
             self.phase *= self._round()[1] / before if before else 0.0
         self.pending = reaction if reaction.then is not None else None
 
     def _stop(self, reaction: Reaction) -> None:
+        """Begin the reaction's pause, if it has one, and its arrangement."""
         assert reaction.then is not None
-        self.pending, self.layout, self.why = None, reaction.then, reaction.why
+        self.pending, self.arrangement, self.why = None, reaction.then, reaction.why
         if not reaction.pause:
             self.resumes = None
             return

@@ -1,7 +1,6 @@
-"""What is known of a model on each system: throughput by nodes, and how long things take.
+"""Measured facts about models on each system: throughput by the number of nodes, and times.
 
-A tables file holds what somebody has measured, for several models; ``planned.py`` makes the same from a
-profile and assumptions.
+A tables file holds measurements of several models. ``planned.py`` makes the same facts from a profile and assumptions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from holdfast.errors import UsageError
 
-MEASURED = ("oobleck", "bamboo", "varuna")
+MEASURED = ("oobleck", "bamboo", "varuna")  # systems that a tables file has
 # Parameters of the models in Oobleck's tables, as their names and papers give them: for the size of the state only.
 PARAMETERS = {
     "BERT-large": 340e6,
@@ -31,10 +30,10 @@ STATE_BYTES = 12  # per parameter: the weight and both of Adam's moments in sing
 
 @dataclass(frozen=True)
 class Speeds:
-    """Samples per second by the number of nodes, as far as it is known.
+    """Throughput of a system: samples per second by the number of nodes, as far as it was measured.
 
-    More nodes than were ever measured: those beyond wait. Fewer: nobody knows, so nothing is trained.
-    ``used`` has how many of them train, where it is known that some do not.
+    Of more nodes than were ever measured, the surplus waits. With fewer, nothing is trained. ``used`` has how many
+    nodes train, where not all do.
 
     >>> speeds = Speeds({2: 10.0, 4: 19.0, 7: 25.0}, used={7: 6})
     >>> speeds.at(9), speeds.at(5), speeds.at(3), speeds.at(1)
@@ -45,7 +44,7 @@ class Speeds:
     used: Mapping[int, int] = field(default_factory=dict)
 
     def at(self, nodes: int) -> tuple[float, int]:
-        """Samples per second with so many nodes, and how many of them train."""
+        """Return the samples per second with so many nodes, and how many of them train."""
         place = bisect_right(self._counts, nodes)
         known = self._counts[place - 1] if place else 0
         if not self.by_nodes.get(known):
@@ -58,37 +57,38 @@ class Speeds:
 
     @cached_property
     def fewest(self) -> int:
-        """The fewest nodes that train at all."""
+        """Fewest nodes that train at all; 0 if none do."""
         return min((count for count, speed in self.by_nodes.items() if speed), default=0)
 
     @cached_property
     def most(self) -> int:
+        """Most nodes that were measured."""
         return max(self.by_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """One model: what the systems' rules are fed with. Times in seconds."""
+    """Facts about one model, for the rules of all systems. Times are in seconds."""
 
     model: str
     samples_per_step: float
     speeds: Mapping[str, Speeds | None]  # of oobleck, bamboo, varuna and recycle; None: out of memory
-    reconfigure: float  # Oobleck's
-    local_rendezvous: float  # Bamboo's
-    global_rendezvous: float
-    effective_fraction: float | None  # of Bamboo's work: the rest is redundant
-    checkpoint_every: int  # steps, Varuna's
-    checkpoint: float  # one save
-    restart: float
+    reconfigure: float  # of Oobleck, after a loss or a join
+    local_rendezvous: float  # of Bamboo, at the end of a step
+    global_rendezvous: float  # of Bamboo, after a fatal loss
+    effective_fraction: float | None  # share of Bamboo's work that is not redundant
+    checkpoint_every: int  # steps between Varuna's checkpoints
+    checkpoint: float  # of Varuna, one save
+    restart: float  # of Varuna
     creation: float  # until an added node is up
-    state_bytes: float  # of the whole model, with the optimizer's; nan: not known
-    depth: int = 12  # of Bamboo's pipelines: the published simulation's, though the tables step at multiples of 6
-    waiting_slows: bool = True  # Bamboo, when a waiting node is lost: the published simulation's, too
+    state_bytes: float  # of the whole model with the optimizer's state; nan: not known
+    depth: int = 12  # nodes of Bamboo's pipelines, as in its published simulation (the tables step at multiples of 6)
+    waiting_slows: bool = True  # Bamboo slows down when a waiting node is lost, as in its published simulation
     stages: int = 6  # of a pipeline, for holdfast's moved bytes and ReCycle's grid: assumed
     micro_batches: int = 120  # of a step, for ReCycle: assumed, 4 for each of 30 nodes
 
     def best(self, *more: Speeds) -> Speeds:
-        """The most that any of the systems, or of ``more``, makes of so many nodes or fewer.
+        """Return the best throughput of all systems, and of ``more``, with so many nodes or fewer.
 
         >>> from holdfast.simulate.measured_tables import example
         >>> example().best()
@@ -99,7 +99,7 @@ class ModelFacts:
         found: dict[int, tuple[float, int]] = {}
         most, train = 0.0, 0
         for count in counts:
-            # Of those that are equally fast, the one with the fewest nodes.
+            # Of equally fast systems, the one that uses the fewest nodes.
             speed, nodes = max((speeds.at(count) for speeds in known), key=lambda at: (at[0], -at[1]))
             if speed > most:
                 most, train = speed, nodes
@@ -110,7 +110,7 @@ class ModelFacts:
 
 
 def example() -> ModelFacts:
-    """A small made-up model, for examples and tests.
+    """Return the facts of a small made-up model, for examples and tests.
 
     >>> example().speeds["bamboo"] is None
     True
@@ -140,20 +140,21 @@ def example() -> ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """A tables file."""
+    """Contents of a tables file."""
 
     source: str
     models: Mapping[str, ModelFacts]
     published: Mapping[str, Mapping[str, Mapping[str, float]]]  # system, model, trace: average samples per second
 
     def facts(self, model: str) -> ModelFacts:
+        """Return the facts of a model. Raises UsageError if the tables do not have it."""
         if model not in self.models:
             raise UsageError(f"the tables have no model {model!r}", hint=f"they have {', '.join(self.models)}")
         return self.models[model]
 
 
 def read_tables(path: Path) -> Tables:
-    """Reads and checks a tables file."""
+    """Read and check a tables file. Raises UsageError that says what is wrong with it."""
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError as e:
@@ -169,7 +170,7 @@ def read_tables(path: Path) -> Tables:
 
 
 def parse_tables(document: Any, *, source: str = "") -> Tables:
-    """The same of what was read; raises KeyError, TypeError or ValueError for what is not tables."""
+    """Check the JSON document of a tables file. Raises KeyError, TypeError or ValueError if it is not one."""
     by_system = document["samples_per_s_by_nodes"]
     models = list(document["samples_per_step"])
     if not models:
@@ -199,7 +200,7 @@ def _facts(document: Any, model: str, speeds: dict[str, Speeds | None]) -> Model
     return ModelFacts(
         model=model,
         samples_per_step=_positive(document["samples_per_step"][model], f"samples_per_step of {model}"),
-        speeds={**speeds, "recycle": speeds["oobleck"]},  # fault-free throughput: nobody measured ReCycle there
+        speeds={**speeds, "recycle": speeds["oobleck"]},  # fault-free throughput: the tables have none of ReCycle
         reconfigure=_time(document["oobleck"]["reconfigure_s"][model], "reconfigure_s"),
         local_rendezvous=_time(bamboo["local_rendezvous_s"][model], "local_rendezvous_s"),
         global_rendezvous=_time(bamboo["global_rendezvous_s"], "global_rendezvous_s"),

@@ -1,4 +1,4 @@
-"""Systems along a trace, and what came of it: samples per second, and GPU-hours used, idle and lost."""
+"""Outcome of systems along a trace: samples per second, and GPU-hours used, idle and lost."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from holdfast.simulate.trace import Trace
 from holdfast.words import count
 
 SYSTEMS = ("holdfast", "oobleck", "recycle", "varuna", "bamboo", "restart", "ideal")
-PLACED = ("bamboo", "recycle")  # for them it matters who stands where
-THROUGHPUT_OF = {"holdfast": "oobleck", "restart": "varuna"}  # whose table a system without its own is read from
+PLACED = ("bamboo", "recycle")  # systems for which it matters which node of a pipeline is lost
+THROUGHPUT_OF = {"holdfast": "oobleck", "restart": "varuna"}  # systems without a table of their own use this one's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all systems are put through. ``arrange``: our planner's plans; None: all by table."""
+    """The same question for all systems: a trace, a model, and the machines."""
 
     trace: Trace
     facts: ModelFacts
-    recovery: float = 0.0  # holdfast's, seconds
+    recovery: float = 0.0  # seconds that holdfast takes to recover
     bandwidth: float = math.inf  # bytes per second of a node's link
-    arrange: Arrange | None = None
-    devices: int = 1  # of a node
+    arrange: Arrange | None = None  # plans of our planner; None: throughput comes from tables
+    devices: int = 1  # per node
 
     @property
     def moving(self) -> float:
-        """By table: seconds in which a node is sent a whole stage."""
+        """Seconds to send a node a whole stage, where throughput comes from tables; 0 if the size is not known."""
         stage = self.facts.state_bytes / self.facts.stages
         return 0.0 if math.isnan(stage) else stage / self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemOutcome:
-    """What a system made of a trace; hours are GPU-hours. Without segments: it cannot run, for this reason."""
+    """Result of one system along a trace. Without segments the system cannot run, and ``note`` says why."""
 
     system: str
     segments: Sequence[Segment] = ()
@@ -60,23 +60,28 @@ class SystemOutcome:
 
     @property
     def runs(self) -> bool:
+        """Whether the system can train the model at all."""
         return bool(self.segments)
 
     @property
     def samples_per_s(self) -> float:
+        """Average over the whole trace."""
         seconds = self.segments[-1].end - self.segments[0].start
         return math.fsum(segment.seconds * segment.samples_per_s for segment in self.segments) / seconds
 
     @property
     def used(self) -> float:
+        """GPU-hours of work that was kept."""
         return self._hours([segment.used for segment in self.segments])
 
     @property
     def idle(self) -> float:
+        """GPU-hours of nodes that waited."""
         return self._hours([segment.idle for segment in self.segments])
 
     @property
     def lost(self) -> float:
+        """GPU-hours of work done again, saving, reconfiguring and restarting."""
         return self._hours([segment.lost for segment in self.segments])
 
     def _hours(self, nodes: Sequence[float]) -> float:
@@ -84,7 +89,7 @@ class SystemOutcome:
         return self.devices * math.fsum(spent) / 3600
 
     def over_time(self, bins: int) -> list[float]:
-        """Samples per second in each of so many equal stretches of time.
+        """Return the samples per second in each of ``bins`` equal stretches of time.
 
         >>> half = Segment(start=0, end=30, samples_per_s=4.0, used=1, idle=0, lost=0, why="training")
         >>> rest = Segment(start=30, end=40, samples_per_s=0.0, used=0, idle=0, lost=1, why="restarting")
@@ -101,6 +106,7 @@ class SystemOutcome:
         return sums
 
     def to_json(self, best: float, bins: int) -> dict[str, Any]:
+        """Return the result for machines; ``best`` is the ideal throughput, ``bins`` as in ``over_time``."""
         if not self.runs:
             return {"samples_per_s": None, "note": self.note}
         return {
@@ -113,7 +119,7 @@ class SystemOutcome:
 
 
 def check_systems(text: str) -> list[str]:
-    """The names behind ``--systems``.
+    """Return the names in ``--systems``. Raises UsageError for an unknown one, or for none.
 
     >>> check_systems("ideal, oobleck")
     ['ideal', 'oobleck']
@@ -132,7 +138,7 @@ restart, ideal)
 
 
 def make_rules(system: str, setting: Setting) -> SystemRules:
-    """A system's rules, for this model and trace."""
+    """Return the rules of a system, for this model and trace."""
     facts = setting.facts
     if system == "holdfast":
         arrange = setting.arrange or by_table(known(facts, "oobleck"), moving=setting.moving)
@@ -169,12 +175,12 @@ def _recycle(facts: ModelFacts) -> ReCycle:
 
 
 def _best(facts: ModelFacts) -> Speeds:
-    """Of all systems; ReCycle's with nodes missing is by a formula, not in a table."""
+    """Return the best throughput of all systems. ReCycle's with nodes missing comes from a formula, not a table."""
     return facts.best(*([_recycle(facts).reach()] if facts.speeds["recycle"] is not None else []))
 
 
 def judge(system: str, setting: Setting) -> SystemOutcome:
-    """One system along the trace.
+    """Return the outcome of one system along the trace.
 
     >>> from holdfast.simulate.measured_tables import example
     >>> from holdfast.simulate.trace import parse_trace
@@ -210,7 +216,7 @@ def _note(segments: Sequence[Segment], setting: Setting) -> str:
 
 
 def check_enough(setting: Setting) -> None:
-    """A trace that never has the nodes that any system needs tells nothing."""
+    """Raise UsageError if the trace never has enough nodes for any system."""
     best = setting.facts.best()
     most = max(setting.trace.counts)
     if not best.at(most)[0]:

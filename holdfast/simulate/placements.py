@@ -1,4 +1,7 @@
-"""Systems for which it matters who stands where: a trace does not tell, so the mean over many placements is taken."""
+"""Random placements, for systems for which it matters which node of a pipeline is lost.
+
+A trace does not tell where a lost node stood, so the mean over many placements is taken.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from itertools import pairwise
 
 from holdfast.simulate.course import Segment
 
-PLACEMENTS, FEWEST = 64, 8
-DRAWS = 16_000  # in all: of many losses each placement is a mean by itself, so fewer are enough
+PLACEMENTS, FEWEST = 64, 8  # placements at most and at least
+DRAWS = 16_000  # random numbers in all: with many losses each placement averages by itself, so fewer are enough
 
 
 def enough(losses: int) -> int:
-    """How many placements are followed.
+    """Return the number of placements for a trace with so many losses.
 
     >>> enough(14), enough(1000), enough(1_000_000)
     (64, 16, 8)
@@ -22,9 +25,9 @@ def enough(losses: int) -> int:
 
 
 def draws(losses: int, *, placements: int | None = None, seed: int = 0) -> list[list[float]]:
-    """For each placement, where each lost node stood: a number in [0, 1) per loss.
+    """Return for each placement a number in [0, 1) per loss: where the lost node stood.
 
-    Over the placements each loss hits every part of the cluster equally often (a Latin hypercube), so few
+    Over all placements each loss hits every part of the cluster equally often (a Latin hypercube), so that few
     placements are enough.
 
     >>> made = draws(3, placements=4)
@@ -42,7 +45,7 @@ def draws(losses: int, *, placements: int | None = None, seed: int = 0) -> list[
 
 
 def mean(courses: Sequence[Sequence[Segment]]) -> list[Segment]:
-    """At every moment the mean over the courses; they begin and end together.
+    """Return the mean over several courses at every moment. All must begin and end together.
 
     >>> fast = Segment(start=0, end=4, samples_per_s=8.0, used=2, idle=0, lost=0, why="training")
     >>> slow = Segment(start=0, end=2, samples_per_s=0.0, used=0, idle=0, lost=2, why="restarting")

@@ -1,13 +1,11 @@
-"""What the simulator needs to know of a model that nobody measured on other systems: from its profile and our planner.
-
-The one place where the simulator meets the planner.
-"""
+"""Facts about a model that was never measured on other systems, from its profile and our planner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from holdfast.plan.pipeline_sizes import PER_DEVICE
 from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import Profile, state_bytes
 from holdfast.plan.template import Template, Templates, make_templates
@@ -16,57 +14,61 @@ from holdfast.simulate.measured_tables import ModelFacts, Speeds
 from holdfast.simulate.systems.rearranging import Arrange
 from holdfast.simulate.trace import Trace
 
-# Assumed for models that nobody measured: the least that Oobleck's tables have for any model.
-RECONFIGURE = 2.0
-LOCAL_RENDEZVOUS, GLOBAL_RENDEZVOUS = 76.0, 30.0
-CHECKPOINT_EVERY = 10
-RESTART = 60.0  # beside reading the checkpoint
-CREATION = 45.0
+# Assumed where nothing was measured: the least that Oobleck's tables have for any model. In seconds, but for the steps.
+RECONFIGURE = 2.0  # of Oobleck
+LOCAL_RENDEZVOUS, GLOBAL_RENDEZVOUS = 76.0, 30.0  # of Bamboo
+CHECKPOINT_EVERY = 10  # steps of Varuna
+RESTART = 60.0  # of Varuna, besides reading the checkpoint
+CREATION = 45.0  # until an added node is up
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A profile and how it is to be trained."""
+    """A model with its templates, to ask for the throughput of different systems."""
 
     templates: Templates
-    micro_batches: int
+    micro_batches: int  # of a step
 
     @property
     def samples(self) -> int:
+        """Samples of a step."""
         return self.micro_batches * self.templates.profile.micro_batch
 
     def plan(self, nodes: tuple[str, ...], held: dict[str, range] | None = None) -> PipelinePlan | None:
-        """None: too few nodes."""
+        """Return our plan for these nodes; None if they are too few."""
         made = make_plan(self.templates, nodes, micro_batches=self.micro_batches, held=held)
         return None if isinstance(made, Shortage) else made
 
     def planned(self, nodes: int) -> tuple[float, int]:
-        """Samples per second of our plan for so many nodes, and how many of them train."""
+        """Return the samples per second of our plan for so many nodes, and how many of them train."""
         made = self.plan(tuple(f"node{number}" for number in range(nodes)))
         return (self.samples / made.seconds, len(made.held())) if made else (0.0, 0)
 
     def grid(self, nodes: int) -> tuple[float, int]:
-        """The same of the fastest equal pipelines."""
+        """Return the same for the fastest grid of equal pipelines."""
         if nodes < self.templates.minimum:
             return 0.0, 0
         depth = self.best_depth(nodes)
         return self.grid_speed(nodes // depth, self.templates.by_nodes[depth]), nodes // depth * depth
 
     def grid_speed(self, pipelines: int, template: Template) -> float:
-        """Samples per second of equal pipelines."""
+        """Return the samples per second of so many equal pipelines."""
         if not pipelines:
             return 0.0
         # A single pipeline has nobody to sum its gradients with.
         return self.samples / template.seconds(-(-self.micro_batches // pipelines), alone=pipelines == 1)
 
     def best_depth(self, nodes: int, sizes: Collection[int] | None = None) -> int:
-        """The pipelines' size in the fastest grid of equal pipelines; ``sizes``: which there are to choose from."""
+        """Return the pipelines' size in the fastest grid of equal pipelines, among ``sizes`` or all templates."""
         sizes = sizes or self.templates.by_nodes
         possible = [size for size in sizes if size <= max(nodes, min(sizes))]
         return max(possible, key=lambda size: self.grid_speed(nodes // size, self.templates.by_nodes[size]))
 
     def redundant_depth(self, nodes: int) -> int | None:
-        """The same for Bamboo: somebody has to be the predecessor, with the memory for two. None: nobody has."""
+        """Return the same for Bamboo, whose nodes need memory for two stages; None if no pipeline has that.
+
+        A pipeline has at least two nodes, where possible: each has a predecessor that can stand in for it.
+        """
         memory, by_nodes = self.templates.profile.memory, self.templates.by_nodes
         sizes = [size for size in by_nodes if size > 1] or list(by_nodes)
         fit = [s for s in sizes if memory is None or 2 * max(stage.bytes for stage in by_nodes[s].stages) <= memory]
@@ -81,14 +83,14 @@ def make_model(
     devices: int = 1,
     micro_batches: int | None = None,
 ) -> PlannedModel:
-    """Templates for the most nodes that the trace ever has; by default 4 micro-batches for each of their devices."""
+    """Make templates for the most nodes that the trace ever has; by default 4 micro-batches per device."""
     most = max(trace.counts)
     templates = make_templates(profile, nodes=most, tolerate=tolerate, devices=devices)
-    return PlannedModel(templates=templates, micro_batches=micro_batches or 4 * most * devices)
+    return PlannedModel(templates=templates, micro_batches=micro_batches or PER_DEVICE * most * devices)
 
 
 def make_facts(model: PlannedModel, trace: Trace) -> ModelFacts:
-    """As a tables file would have them: throughput by our cost model, the rest assumed."""
+    """Return the facts that a tables file would have: throughput by our cost model, times as assumed above."""
     templates, profile = model.templates, model.templates.profile
     counts = live_counts(trace, CREATION)
     usual = usual_nodes(trace)
@@ -123,9 +125,10 @@ def make_facts(model: PlannedModel, trace: Trace) -> ModelFacts:
 
 
 def planning(model: PlannedModel, *, restart: float) -> Arrange:
-    """Rearranges as our planner does: each node is sent the layers it lacks, all nodes at once over their own links.
+    """Return a function that rearranges nodes by our planner.
 
-    Layers that nobody holds any more come from a checkpoint, with a restart.
+    Each node is sent the layers it lacks, all nodes at once over their own links. Layers that no node holds any more
+    come from a checkpoint, which takes ``restart`` seconds.
     """
     profile = model.templates.profile
 
@@ -133,7 +136,7 @@ def planning(model: PlannedModel, *, restart: float) -> Arrange:
         held = before.memory if before is not None else None
         made = model.plan(live, held)
         if made is None:
-            # Who still holds what is remembered: enough nodes may come before it is lost.
+            # The layers that nodes still hold are remembered: enough nodes may join before these are lost too.
             kept = {node: layers for node, layers in (held or {}).items() if node in live}
             return NodeArrangement(samples_per_s=0.0, used=0, memory=kept)
         now = made.held()
@@ -149,12 +152,12 @@ def _lacking(profile: Profile, needed: range, held: range) -> int:
 
 
 def usual_nodes(trace: Trace) -> int:
-    """The nodes there are on average: what somebody who chooses pipelines once and for all goes by."""
+    """Return the average number of nodes: systems that choose the pipelines' size only once choose it for these."""
     return round(3600 * trace.node_hours / trace.seconds)
 
 
 def live_counts(trace: Trace, creation: float) -> list[int]:
-    """The numbers of nodes that are ever up, be it at once (the ideal) or so many seconds after they are added."""
+    """Return all numbers of nodes that are ever up, if added nodes are up at once or after ``creation`` seconds."""
     counting = _Counting(creation=creation)
     follow(trace, counting)
     return sorted({*trace.counts, *counting.seen})
@@ -162,7 +165,7 @@ def live_counts(trace: Trace, creation: float) -> list[int]:
 
 @dataclass(kw_only=True)
 class _Counting:
-    """A system that only counts who is up."""
+    """Rules that never train, and only record how many nodes are up."""
 
     creation: float
     boundary_samples: float = 0.0
@@ -173,7 +176,7 @@ class _Counting:
         self.seen.add(len(moment.live))
         return NodeArrangement(samples_per_s=0.0, used=0)
 
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
         return Reaction(then=self.begin(moment))
 
     join = lose
@@ -187,7 +190,7 @@ def _speeds(at: Callable[[int], tuple[float, int]], counts: Iterable[int]) -> Sp
 
 
 def _bamboo(model: PlannedModel, shape: Template, counts: Iterable[int]) -> Speeds:
-    """Each node also computes its successor's forward."""
+    """Return Bamboo's throughput: each node also computes the forward of its successor."""
     layers = model.templates.profile.layers
     forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
     slower = (2 * forward + backward) / (forward + backward)

@@ -1,4 +1,4 @@
-"""From what is asked for to a setting, and to sentences that say what in it is measured and what assumed."""
+"""The setting of a simulation, and sentences that say which of its numbers are measured and which assumed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from holdfast.simulate.synthetic import PREFIX, Synthetic
 from holdfast.simulate.systems.rearranging import saving
 from holdfast.simulate.trace import Trace, read_trace
 
-GBIT = 10.0  # of a node's link, where nobody says
+GBIT = 10.0  # Gbit/s of a node's link, unless the user gives it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What to simulate, and for each system what its numbers rest on."""
+    """A setting, and where the numbers of each system come from."""
 
     setting: Setting
-    sources: dict[str, str]  # by system; "": of all
+    sources: dict[str, str]  # sentences by system; "" is for all systems
 
 
 def the_trace(text: str) -> Trace:
-    """A file's, or a made-up one.
+    """Return the trace behind ``--trace``: from a file, or a synthetic one.
 
     >>> the_trace("synthetic:nodes=4,hours=1").counts
     (4,)
@@ -37,7 +37,7 @@ def the_trace(text: str) -> Trace:
 
 
 def bytes_per_second(gbit: float | None, default: float) -> float:
-    """The bandwidth of a link.
+    """Return a link's bandwidth in bytes per second, ``default`` if it is not given. Raises UsageError for zero.
 
     >>> bytes_per_second(None, 1e9), bytes_per_second(10.0, 1e9)
     (1000000000.0, 1250000000.0)
@@ -58,7 +58,11 @@ def by_tables(
     gbit: float | None = None,
     parameters: float | None = None,
 ) -> Prepared:
-    """Measured throughput and times."""
+    """Prepare a simulation with measured throughput and times.
+
+    ``model`` is one of the tables' models, ``gbit`` a node's link, ``parameters`` the model's number of them. Raises
+    UsageError if the tables do not have the model.
+    """
     facts = tables.facts(model)
     if parameters is not None:
         facts = replace(facts, state_bytes=STATE_BYTES * parameters)
@@ -117,7 +121,10 @@ def by_planner(
     devices: int | None = None,
     micro_batches: int | None = None,
 ) -> Prepared:
-    """What our cost model says of a profile; times that nobody measured are assumed."""
+    """Prepare a simulation with the throughput that our cost model gives a profile; other times are assumed.
+
+    ``gbit`` is a node's link, ``devices`` its number of them. Raises UsageError if the model does not fit.
+    """
     from holdfast.simulate import planned
 
     link = replace(profile.between, bandwidth=bytes_per_second(gbit, profile.between.bandwidth))

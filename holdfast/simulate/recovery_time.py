@@ -1,4 +1,4 @@
-"""How long holdfast itself takes to go on after a loss: measured on this machine, and where the number is from."""
+"""Seconds that holdfast takes to recover from a loss: given by the user, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WORKERS, KILLS = 3, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Seconds beyond the step that is done again, and where that is from."""
+    """Seconds of a recovery beyond the step that is done again, and a sentence about where the number comes from."""
 
     seconds: float
     source: str
 
 
 def given(milliseconds: float) -> Recovery:
-    """What the user says.
+    """Return the recovery time that the user gives.
 
     >>> given(40.0)
     Recovery(seconds=0.04, source='40 ms beyond the step that is done again, as given by --recovery-ms')
@@ -54,7 +54,7 @@ def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
 
 
 def _check_writable(path: Path) -> None:
-    """Before anybody is killed."""
+    """Raise UsageError if a file cannot be written, before any time is spent on measuring."""
     try:
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -73,8 +73,8 @@ def _from_file(path: Path, by: str) -> Recovery | None:
         median, low, high = float(row["median"]), float(row["low"]), float(row["high"])
         date = datetime.fromtimestamp(path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # no such file, or another bench's: it is measured anew
-    # A median below zero is noise of a shared machine: nothing takes less than no time.
+        return None  # no such file, or one of another bench: measure again
+    # A median below zero is noise of a shared machine.
     used = max(median, 0.0)
     found = f"median {median:.0f}, " if median < 0 else ""
     several = f"{workers} workers" if isinstance(workers, int) else "a few workers"

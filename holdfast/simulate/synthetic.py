@@ -1,4 +1,4 @@
-"""Made-up traces: nodes that fail one by one and in bursts, and nodes that come back; seeded."""
+"""Synthetic traces: nodes fail one by one and in bursts, and are replaced; everything from one seed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdfast.words import duration_code, parse_duration
 
 PREFIX = "synthetic:"
 EXAMPLE = "synthetic:nodes=30,mtbf=10d,joins=30m,burst=4,burst_every=12h,hours=24,seed=0"
-MOST_NODES, MOST_MOVES = 4_000, 20_000  # what is followed within half a minute
-DURATIONS = ("mtbf", "joins", "burst_every")
+MOST_NODES, MOST_MOVES = 4_000, 20_000  # nodes and events that can be simulated within half a minute
+DURATIONS = ("mtbf", "joins", "burst_every")  # fields that are given as 90s, 10m, 6h or 2d
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """What a made-up trace is made from; times in seconds.
+    """Parameters of a synthetic trace; times in seconds. Raises UsageError for impossible values.
 
     >>> Synthetic.parse("synthetic:nodes=30,mtbf=10d,hours=24")
     Synthetic(nodes=30, mtbf=864000.0, joins=None, burst=0, burst_every=None, hours=24.0, seed=0)
@@ -53,7 +53,7 @@ burst_every, hours, seed)
 
     @classmethod
     def parse(cls, text: str) -> Synthetic:
-        """What stands behind --trace: names and values, durations as 90s, 10m, 6h or 2d."""
+        """Read the text behind ``--trace``: names and values, durations as 90s, 10m, 6h or 2d. Raises UsageError."""
         given: dict[str, float] = {}
         names = [field.name for field in fields(cls)]
         for part in filter(None, text.removeprefix(PREFIX).split(",")):
@@ -67,7 +67,7 @@ burst_every, hours, seed)
         return cls(**{**given, **whole})  # type: ignore[arg-type]
 
     def trace(self) -> Trace:
-        """The same parameters and the same seed: the same trace.
+        """Make the trace. The same parameters and seed give the same trace.
 
         >>> Synthetic(mtbf=864000.0, seed=1).trace() == Synthetic(mtbf=864000.0, seed=1).trace()
         True
@@ -76,7 +76,7 @@ burst_every, hours, seed)
         return grouped(self._moves(end), name=self._name(), end=end)
 
     def _name(self) -> str:
-        """What ``parse`` would read."""
+        """Return the text from which ``parse`` makes this trace."""
         names = [field.name for field in fields(self) if getattr(self, field.name) or field.name == "seed"]
         shown: dict[str, Any] = {name: getattr(self, name) for name in names}
         shown |= {name: duration_code(value) for name, value in shown.items() if name in DURATIONS}
@@ -84,13 +84,17 @@ burst_every, hours, seed)
         return PREFIX + ",".join(f"{name}={value}" for name, value in shown.items())
 
     def _moves(self, end: float) -> Iterator[tuple[float, bool, str]]:
-        """Everybody's end is drawn when it begins, so that what happens to one does not change another's fate."""
+        """Yield moves (time, added or lost, node) in the order of time.
+
+        A node's failure is drawn when the node is added.
+        """
         rng = random.Random(self.seed)
         there: dict[str, None] = {}
-        queue: list[tuple[float, int, str]] = []  # when, a number that keeps the order, what
+        queue: list[tuple[float, int, str]] = []  # time, a number that breaks ties, "join", "burst" or a node
         made = moves = 0
 
         def plan(time: float, mean: float | None, what: str) -> None:
+            """Queue an event at a random time after ``time``."""
             nonlocal moves
             if mean is not None:
                 moves += 1
@@ -99,6 +103,7 @@ burst_every, hours, seed)
                 heappush(queue, (time + rng.expovariate(1 / mean), moves, what))
 
         def add(time: float) -> tuple[float, bool, str]:
+            """Add a node, and draw its failure."""
             nonlocal made
             made += 1
             name = f"node{made}"

@@ -1,4 +1,4 @@
-"""A trace: the nodes there are at first, who comes and goes when, and when it ends."""
+"""Failure traces: the nodes at the start, the times at which nodes are lost or added, and the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DATE = re.compile(r"\d{4}-\d\d?-\d\d?$")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeChange:
-    """At ``time`` (seconds) the ``lost`` nodes are gone, and the ``added`` ones are ordered."""
+    """A change at ``time`` (seconds): nodes that are lost, and nodes that are ordered but not up yet."""
 
     time: float
     lost: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class NodeChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Who is there from ``start`` to ``end`` (seconds).
+    """The nodes of a cluster from ``start`` to ``end`` (seconds).
 
     >>> trace = Trace(name="t", start=0, end=7200, nodes=("a", "b"), changes=(NodeChange(time=3600, lost=("a",)),))
     >>> trace.node_hours, trace.losses, trace.counts
@@ -39,33 +39,36 @@ class Trace:
     end: float
     nodes: tuple[str, ...]  # at the start, up and running
     changes: tuple[NodeChange, ...]  # in the order of time
-    notes: tuple[str, ...] = ()  # what had to be decided to read it
+    notes: tuple[str, ...] = ()  # sentences about what had to be assumed to read it
 
     @property
     def seconds(self) -> float:
+        """Length of the trace."""
         return self.end - self.start
 
     @property
     def losses(self) -> int:
+        """Number of nodes that are lost in all."""
         return sum(len(change.lost) for change in self.changes if change.time < self.end)
 
     @property
     def between_losses(self) -> float | None:
-        """Seconds from one moment of loss to the next, on average; None if nothing is ever lost."""
+        """Average seconds between moments at which nodes are lost; None if none ever is."""
         moments = sum(1 for change in self.changes if change.lost and change.time < self.end)
         return self.seconds / moments if moments else None
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The numbers of nodes that occur, sorted."""
+        """Numbers of nodes that occur, sorted."""
         return tuple(sorted({count for _, _, count in self.spans()}))
 
     @property
     def node_hours(self) -> float:
+        """Hours of all nodes together."""
         return sum((end - start) * count for start, end, count in self.spans()) / 3600
 
     def spans(self) -> Iterator[tuple[float, float, int]]:
-        """From when to when there are how many nodes."""
+        """Yield stretches of time (start, end, number of nodes)."""
         time, count = self.start, len(self.nodes)
         for change in self.changes:
             if min(change.time, self.end) > time:
@@ -76,7 +79,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads either format; what is wrong with a line is said with its number."""
+    """Read a trace file in either format (see FORMATS). Raises UsageError with the number of a wrong line."""
     try:
         text = path.read_text()
     except FileNotFoundError as e:
@@ -87,7 +90,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def parse_trace(text: str, *, name: str) -> Trace:
-    """The same of a text.
+    """Read a trace from a text; ``name`` is for messages.
 
     >>> parse_trace("0,add,a\\n0,add,b\\n3600000,remove,a\\n", name="t").changes
     (NodeChange(time=3600.0, lost=('a',), added=()),)
@@ -117,10 +120,10 @@ def grouped(
     end: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Trace:
-    """A trace of single moves (time, added or lost, node) in the order of time.
+    """Make a trace of single moves (time, added or lost, node), given in the order of time.
 
-    Who is added at the first moment, or at ``start``, is there from the start. A node that comes and goes in one
-    and the same moment was never there.
+    Nodes that are added at the first moment, or at ``start``, are up from the start. A node that is added and lost at
+    the same moment is left out. Raises UsageError for a trace of no length.
 
     >>> grouped([(0, True, "a"), (0, True, "b"), (5, False, "a"), (9, True, "c")], name="t").nodes
     ('a', 'b')
@@ -150,7 +153,7 @@ def grouped(
 
 
 def _from_moves(rows: list[tuple[int, list[str]]], name: str) -> Trace:
-    """Checks each line: a trace that removes nodes it never added is not what its author thinks it is."""
+    """Read lines of the format 'milliseconds,add|remove,node'. Raises UsageError for a line that cannot be."""
     there: set[str] = set()
     moves: list[tuple[float, bool, str]] = []
     for number, (when, verb, node) in rows:
@@ -185,11 +188,11 @@ def _milliseconds(text: str, where: str) -> float:
 
 
 def _from_counts(rows: list[tuple[int, list[str]]], name: str) -> Trace:
-    """A count holds until the next line's time.
+    """Read lines of the format 'date, time, count'. A count holds until the time of the next line.
 
-    Probes that overlap write lines whose time goes back. What was written later was known later: it
-    replaces everything written before for its own time and after. (Sorting instead would make the count
-    jump between old and new readings.) Which node is lost is not told: it is drawn, always in the same way.
+    Probes that overlap write lines whose time goes back. A later line is newer knowledge: it replaces all earlier
+    lines for its own time and after. (Sorting instead would make the count jump between old and new readings.) The
+    format does not tell which node is lost: it is drawn, with a fixed seed.
     """
     readings: list[tuple[datetime.datetime, int]] = []
     replaced = 0

@@ -1,4 +1,4 @@
-"""The simulator against what Oobleck's authors published: their table 2, cell by cell.
+"""Comparison of the simulator with table 2 of Oobleck's paper, cell by cell.
 
 ``python -m holdfast.simulate.validation TABLES TRACES`` prints the tables of docs/simulation.md.
 """
@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast.simulate.course import SystemRules, follow
 from holdfast.simulate.measured_tables import ModelFacts, Tables, read_tables
-from holdfast.simulate.outcome import Setting, SystemOutcome, judge
-from holdfast.simulate.placements import draws, mean
-from holdfast.simulate.systems.bamboo import Bamboo
+from holdfast.simulate.outcome import Setting, judge
 from holdfast.simulate.trace import Trace, read_trace
 
-TRACES = ("6h", "1h", "10m")  # a node lost every so often, thirty down to fifteen
+TRACES = ("6h", "1h", "10m")  # a node is lost each time, from thirty down to fifteen
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedAverage:
-    """One published average and ours.
+    """A published throughput (average samples per second) and the simulated one.
 
     >>> PublishedAverage(system="oobleck", model="GPT-2", trace="6h", published=80.0, simulated=84.0).difference
     0.05
@@ -36,21 +33,20 @@ class PublishedAverage:
 
     @property
     def difference(self) -> float:
+        """Relative difference of the simulated throughput."""
         return round(self.simulated / self.published - 1, 9)
 
 
 def compare(tables: Tables, traces: dict[str, Trace]) -> Iterator[PublishedAverage]:
-    """Every published cell."""
+    """Yield every cell of the published table with the simulated value."""
     for system in ("oobleck", "bamboo", "varuna"):
         for model, row in tables.published[system].items():
             for name, published in row.items():
-                setting = Setting(trace=traces[name], facts=tables.facts(model))
-                simulated = judge(system, setting).samples_per_s
-                yield PublishedAverage(system=system, model=model, trace=name, published=published, simulated=simulated)
+                yield _compared(system, tables.facts(model), traces[name], name, published)
 
 
 def bamboo_variants(tables: Tables, traces: dict[str, Trace]) -> Iterator[tuple[str, PublishedAverage]]:
-    """Bamboo without what is peculiar in the published simulation of it."""
+    """Yield Bamboo's cells with and without two peculiarities of its published simulation."""
     variants = {
         "as published": {},
         "a waiting node's loss slows nobody": {"waiting_slows": False},
@@ -59,37 +55,18 @@ def bamboo_variants(tables: Tables, traces: dict[str, Trace]) -> Iterator[tuple[
     }
     for title, changes in variants.items():
         for model, row in tables.published["bamboo"].items():
+            facts = replace(tables.facts(model), **changes)  # type: ignore[arg-type]
             for name, published in row.items():
-                rules = _bamboo(tables.facts(model), **changes)  # type: ignore[arg-type]
-                simulated = _placed(rules, traces[name]).samples_per_s
-                yield (
-                    title,
-                    PublishedAverage(
-                        system="bamboo", model=model, trace=name, published=published, simulated=simulated
-                    ),
-                )
+                yield title, _compared("bamboo", facts, traces[name], name, published)
 
 
-def _bamboo(facts: ModelFacts, *, waiting_slows: bool = True, depth: int | None = None) -> Bamboo:
-    speeds = facts.speeds["bamboo"]
-    assert speeds is not None
-    return Bamboo(
-        speeds=speeds,
-        boundary_samples=facts.samples_per_step,
-        local=facts.local_rendezvous,
-        everybody=facts.global_rendezvous,
-        creation=facts.creation,
-        depth=depth or facts.depth,
-        waiting_slows=waiting_slows,
-    )
-
-
-def _placed(rules: SystemRules, trace: Trace) -> SystemOutcome:
-    return SystemOutcome(system="bamboo", segments=mean([follow(trace, rules, one) for one in draws(trace.losses)]))
+def _compared(system: str, facts: ModelFacts, trace: Trace, name: str, published: float) -> PublishedAverage:
+    simulated = judge(system, Setting(trace=trace, facts=facts)).samples_per_s
+    return PublishedAverage(system=system, model=facts.model, trace=name, published=published, simulated=simulated)
 
 
 def table(tables: Tables, traces: dict[str, Trace]) -> str:
-    """Published, simulated and the difference, as the document has it."""
+    """Return the table of docs/simulation.md: published, simulated, difference."""
     lines = [f"| system | model | {' | '.join(TRACES)} |", "|---" * (2 + len(TRACES)) + "|"]
     rows: dict[tuple[str, str], dict[str, PublishedAverage]] = {}
     for cell in compare(tables, traces):
@@ -100,7 +77,7 @@ def table(tables: Tables, traces: dict[str, Trace]) -> str:
 
 
 def variants_table(tables: Tables, traces: dict[str, Trace]) -> str:
-    """The differences of Bamboo's variants from what is published."""
+    """Return the table of docs/simulation.md with the differences of Bamboo's variants."""
     lines = [f"| Bamboo | model | {' | '.join(TRACES)} |", "|---" * (2 + len(TRACES)) + "|"]
     rows: dict[tuple[str, str], dict[str, PublishedAverage]] = {}
     for title, cell in bamboo_variants(tables, traces):
@@ -115,7 +92,7 @@ def _cell(cell: PublishedAverage) -> str:
 
 
 def _percent(value: float) -> str:
-    """With a sign, unless it rounds to nothing.
+    """Return a percentage with a sign, unless it rounds to zero.
 
     >>> _percent(-0.0001), _percent(0.0213)
     ('0.0%', '+2.1%')
@@ -125,7 +102,7 @@ def _percent(value: float) -> str:
 
 
 def read_all(tables: Path, traces: Path) -> tuple[Tables, dict[str, Trace]]:
-    """The published tables and the controlled traces."""
+    """Read the published tables and the traces that belong to them."""
     return read_tables(tables), {name: read_trace(traces / f"{name}.csv") for name in TRACES}
 
 

@@ -137,10 +137,10 @@ def test_everything_is_said_within_the_width(width: int, color: bool) -> None:
     if not color:
         assert max(map(len, lines)) <= width
     for said in (
-        "24 equal layers on 11 nodes, any 2 may be lost at once",
-        "a pipeline takes 2 to 7 nodes",
+        "24 equal layers on 11 nodes",
+        "2 to 7 nodes",
         f"{44 / plan.seconds:.4g} samples/s",
-        "1 node lost, the worst first",
+        "1 node lost",
         "2 nodes lost at once",
         "training stops",
         "one node joins",
@@ -191,11 +191,15 @@ def test_pictures_are_written_and_the_same_each_time(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_very_many_bars_stays_small(tmp_path: Path) -> None:
-    big = pipeline(30, 30, 90)
-    save(tmp_path / "big.svg", title="big", panels=[("a pipeline", big)] * (PANELS + 2))
+    save(tmp_path / "big.svg", title="big", panels=[("a pipeline", pipeline(30, 30, 90))])
     text = (tmp_path / "big.svg").read_text()
     assert len(text) < 500_000
-    assert text.count(f"{ROWS} of 30 stages drawn") == PANELS
+    assert f"{ROWS} of 30 stages drawn" in text
+
+
+def test_of_many_kinds_of_pipelines_only_some_are_drawn(tmp_path: Path) -> None:
+    save(tmp_path / "many.svg", title="many", panels=[("one of its kind", pipeline(2, 2, 2))] * (PANELS + 2))
+    assert (tmp_path / "many.svg").read_text().count("one of its kind") == PANELS
 
 
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "missing/plan.png"])

@@ -13,10 +13,17 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hypothesis import settings
+
 from holdfast.plan.profile import LayerCost, Link, Profile
 
 Times = tuple[float, float, float, float]
 PER_DEVICE = 4  # micro-batches per device of a pipeline while templates are made
+
+
+def examples(number: int) -> settings:
+    """So many random examples in ``make test``, ten times as many in ``make thorough``."""
+    return settings(max_examples=number * (10 if settings.get_current_profile_name() == "thorough" else 1))
 
 
 # --- one pipeline, event by event ---------------------------------------------------------------------------------
@@ -123,10 +130,15 @@ def after_seconds(profile: Profile, bounds: Sequence[int], *, per_node: int, lan
 
 def whole_step(times: Sequence[Times], after: Sequence[tuple[float, float]], micro_batches: int) -> float:
     """Until every stage has updated; ``after`` as above."""
+    return max(end + sum(rest) for end, rest in zip(last_ends(times, micro_batches), after, strict=True))
+
+
+def last_ends(times: Sequence[Times], micro_batches: int) -> list[float]:
+    """When each stage has done all it has to do for its micro-batches."""
     last = [0.0] * len(times)
     for stage, _, _, _, end in run_1f1b(times, micro_batches):
         last[stage] = max(last[stage], end)
-    return max(end + sum(rest) for end, rest in zip(last, after, strict=True))
+    return last
 
 
 def all_cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:

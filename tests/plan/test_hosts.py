@@ -136,10 +136,11 @@ def test_a_worker_without_a_place_is_taken_in_for_its_host() -> None:
     layout = pipelines(2, 1, tolerate=1, size=4)
     found = spread(layout, hosts="aaab", held=[{0, 1}] * 4, sizes=[1] * 2)
     assert sorted(ranks(found)) == [0, 3]
-    assert found.reason == "so; 1 worker changes places, so that each layer is on 2 hosts"
+    assert "1 worker" in found.reason
+    assert "2 hosts" in found.reason
     alone = spread(layout, hosts="aaab", held=[{0, 1}] * 4, sizes=[1] * 2, barred=[3])
     assert ranks(alone) == [0, 1]
-    assert alone.reason == "so; every copy is on host a, the only one"
+    assert "host a" in alone.reason
 
 
 def test_what_cannot_be_spread_is_told() -> None:

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from holdfast.plan import log_choice as module
@@ -105,14 +105,14 @@ def test_shared_weights_that_fit_one_by_one_may_not_fit_together() -> None:
 
 
 @given(cases)
-@settings(deadline=None, max_examples=300)
+@judge.examples(100)
 def test_what_is_logged_fits_into_the_budget(case: Case) -> None:
     check(case)
     event(f"{len(case.layout.lines)} pipelines, {'some' if case.choose().boundaries else 'no'} boundaries")
 
 
 @given(cases)
-@settings(deadline=None, max_examples=100)
+@judge.examples(50)
 def test_more_budget_never_takes_longer_to_recover(case: Case) -> None:
     """And one that is large enough logs everything."""
     if len(case.layout.lines) > 1:

@@ -7,7 +7,7 @@ from itertools import combinations
 from math import comb
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.plan.outlook import (
@@ -28,6 +28,7 @@ from holdfast.plan.outlook import (
 from holdfast.plan.planner import PipelinePlan, Shortage, make_plan
 from holdfast.plan.profile import uniform
 from holdfast.plan.template import Templates, make_templates
+from tests.plan import judge
 
 ENOUGH = 10_000
 
@@ -53,7 +54,7 @@ def groups(draw: st.DrawFn) -> Groups:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@judge.examples(30)
 @given(groups(), st.integers(1, 3))
 def test_every_loss_is_in_exactly_one_case(made: Groups, count: int) -> None:
     everyone = [node for group in made.values() for pipeline in group for node in pipeline]

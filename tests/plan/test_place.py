@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.plan.place import natural, place
@@ -18,7 +18,7 @@ ranges = st.tuples(st.integers(0, 8), st.integers(0, 8)).map(lambda pair: range(
 
 
 @given(st.lists(ranges, min_size=1, max_size=6), st.lists(ranges, min_size=6, max_size=6), st.integers(0, 6))
-@settings(deadline=None, max_examples=150)
+@judge.examples(60)
 def test_equal_to_trying_every_assignment(wanted: list[range], has: list[range], spare: int) -> None:
     count = min(len(wanted) + spare, 6)
     held = {f"n{number}": layers for number, layers in enumerate(has[:count])}

@@ -16,6 +16,7 @@ from holdfast.plan.batch import shares
 from holdfast.plan.layout import Layout, PlacedPipeline
 from holdfast.plan.log_records import Direction, HeldRecords, Key, holdings_of
 from holdfast.plan.replay_plan import Impossible, Replay, Situation, Sources, needed, plan_replay
+from tests.plan.judge import examples
 
 FORWARD, BACKWARD, TIE = Direction.FORWARD, Direction.BACKWARD, Direction.TIE
 
@@ -177,14 +178,14 @@ def judge(case: Case) -> Replay | None:
 
 
 @given(cases)
-@settings(deadline=None, max_examples=600)
+@examples(200)
 def test_the_smallest_set_of_layers_that_records_suffice_for(case: Case) -> None:
     found = judge(case)
     event("impossible" if found is None else "more than what is lost" if found.layers > case.lost else "what is lost")
 
 
 @given(cases, st.integers(1, 5))
-@settings(deadline=None, max_examples=400)
+@examples(150)
 def test_what_is_needed_is_there_and_asked_of_one_who_has_it(case: Case, workers: int) -> None:
     found = plan_replay(case.situation)
     if isinstance(found, Impossible):
@@ -213,7 +214,7 @@ def all_needed(case: Case, found: Replay, step: int) -> Iterator[Key]:
 
 
 @given(cases)
-@settings(deadline=None, max_examples=100)
+@examples(50)
 def test_holdings_say_what_is_there_and_nothing_else(case: Case) -> None:
     for keys in case.records:
         held = holdings_of(keys)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.timeline import StageTimes, makespan, one_forward_one_backward, simulate
+from holdfast.plan.timeline import StageTimes, last_ends, one_forward_one_backward, simulate
 from tests.plan import judge
 
 seconds = st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0, 10)
 pipelines = st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=8)
 micro_batches = st.integers(1, 24)
+
+
+def makespan(stages: Sequence[StageTimes], micro_batches: int) -> float:
+    """The end of the last operation, by the recurrence."""
+    forward = np.array([times.forward + times.send_forward for times in stages])
+    backward = np.array([times.backward + times.send_backward for times in stages])
+    return float(last_ends(forward, backward, np.array([micro_batches]))[0, 0])
 
 
 def stages_of(times: list[judge.Times]) -> list[StageTimes]:
@@ -29,7 +38,7 @@ def test_the_schedule_is_1f1b(stages: int, count: int) -> None:
 
 
 @given(pipelines, micro_batches)
-@settings(deadline=None, max_examples=150)
+@judge.examples(50)
 def test_simulation_and_recurrence_equal_the_judge(times: list[judge.Times], count: int) -> None:
     spans = simulate(stages_of(times), count)
     mine = {(stage, kind, number): (start, end) for stage, kind, number, start, end in judge.run_1f1b(times, count)}
@@ -41,7 +50,7 @@ def test_simulation_and_recurrence_equal_the_judge(times: list[judge.Times], cou
 
 
 @given(pipelines, micro_batches)
-@settings(deadline=None, max_examples=50)
+@judge.examples(25)
 def test_a_worker_does_one_thing_at_a_time_and_waits_for_its_input(times: list[judge.Times], count: int) -> None:
     spans = simulate(stages_of(times), count)
     ends = {(span.stage, span.kind, span.micro_batch): span.end for span in spans}
@@ -55,7 +64,7 @@ def test_a_worker_does_one_thing_at_a_time_and_waits_for_its_input(times: list[j
 
 
 @given(pipelines, micro_batches)
-@settings(deadline=None, max_examples=50)
+@judge.examples(25)
 def test_one_more_micro_batch_is_never_faster(times: list[judge.Times], count: int) -> None:
     stages = stages_of(times)
     assert makespan(stages, count) <= makespan(stages, count + 1) + 1e-9

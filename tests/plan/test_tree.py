@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.plan.tree import Adder, Node, lift, roots, tree_sum
+from tests.plan import judge
 
 
 @st.composite
@@ -60,7 +61,6 @@ def test_roots_are_few(parts: list[range]) -> None:
 
 
 @given(partitions(), st.integers(0, 2**32))
-@settings(deadline=None)
 def test_any_partition_sums_bit_for_bit_as_one_worker(parts: list[range], seed: int) -> None:
     leaves = parts[-1].stop
     values = gradients(leaves, seed)
@@ -70,7 +70,7 @@ def test_any_partition_sums_bit_for_bit_as_one_worker(parts: list[range], seed: 
 
 
 @given(st.integers(1, 70), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=50)
+@judge.examples(50)
 def test_one_worker_sums_along_the_tree_of_the_definition(leaves: int, seed: int) -> None:
     values = gradients(leaves, seed)
     assert torch.equal(one_worker(values), by_definition(values))

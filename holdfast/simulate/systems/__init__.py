@@ -1,1 +1,1 @@
-"""The systems and their rules: each a few pure decisions that :mod:`holdfast.simulate.course` follows."""
+"""Rules of the simulated systems: a few pure decisions each, called by :mod:`holdfast.simulate.course`."""

@@ -1,4 +1,4 @@
-"""Systems that go on with whoever is left: Oobleck, holdfast, Varuna, plain checkpoint-restart, and the ideal."""
+"""Rules of systems that rearrange the nodes left: Oobleck, holdfast, Varuna, checkpoint-restart, and the ideal."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.plan.save_interval import Interval, choose
+from holdfast.plan.save_interval import Interval, choose, young_daly
 from holdfast.simulate.course import Moment, NodeArrangement, Reaction
 from holdfast.simulate.measured_tables import ModelFacts, Speeds
 from holdfast.simulate.trace import Trace
 from holdfast.words import count
 
+# Rearranges nodes, given those that are up and the arrangement before.
 Arrange = Callable[[tuple[str, ...], NodeArrangement | None], NodeArrangement]
 
 
 def by_table(speeds: Speeds, *, moving: float = 0.0) -> Arrange:
-    """As fast as the table says for so many nodes, whoever they are; every change moves layers for so many seconds.
+    """Return a function that arranges nodes by a table of throughput; nodes that came first train.
 
-    Those that came first train.
+    ``moving`` are the seconds in which each change moves layers.
 
     >>> by_table(Speeds({2: 8.0}), moving=1.5)(("a", "b", "c"), None)
     NodeArrangement(samples_per_s=8.0, used=2, moving=1.5, memory=('a', 'b'))
@@ -32,7 +33,7 @@ def by_table(speeds: Speeds, *, moving: float = 0.0) -> Arrange:
 
 
 def known(facts: ModelFacts, system: str) -> Speeds:
-    """The system's throughput; asked only of systems that have the memory for the model."""
+    """Return a system's throughput. The system must have the memory for the model."""
     speeds = facts.speeds[system]
     assert speeds is not None, f"{facts.model} is out of memory on {system}"
     return speeds
@@ -40,78 +41,85 @@ def known(facts: ModelFacts, system: str) -> Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rearranging:
-    """Rules: when a node is lost, work since the last boundary is; then a pause, then on with those left.
+    """Rules: after a loss the work since the last boundary is lost; after a pause, the nodes left train on.
 
-    Who joins is waited for by nobody: it is taken in at the next boundary, so that nothing is lost. Below the
-    fewest nodes training stands still, and goes on with a restart. ``NodeArrangement.memory`` has the nodes that train.
+    Nodes that join are taken in at the next boundary, so that no work is lost. With too few nodes training stands
+    still, and goes on with a restart. ``NodeArrangement.memory`` has the nodes that train. Pauses are in seconds.
     """
 
     arrange: Arrange
     boundary_samples: float
     boundary_seconds: float = 0.0
     creation: float = 0.0
-    on_loss: float = 0.0  # seconds, beside what moving layers takes
-    on_join: float = 0.0
-    from_nothing: float = 0.0  # when training has stood still for lack of nodes
-    why: str = ""
+    on_loss: float = 0.0  # pause after a loss, besides moving layers
+    on_join: float = 0.0  # pause for a join, besides moving layers
+    from_nothing: float = 0.0  # pause after training has stood still for lack of nodes
+    why: str = ""  # name of a pause
 
     def begin(self, moment: Moment) -> NodeArrangement:
         return self.arrange(tuple(moment.live), None)
 
-    def lose(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        if layout.samples_per_s and not any(node in layout.memory for node in moment.lost):
-            return self.join(layout, moment)  # who is lost only waited
-        then = self.arrange(tuple(moment.live), layout)
+    def lose(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        if arrangement.samples_per_s and not any(node in arrangement.memory for node in moment.lost):
+            return self.join(arrangement, moment)  # only waiting nodes are lost
+        then = self.arrange(tuple(moment.live), arrangement)
         if not then.samples_per_s:
             return Reaction(then=then)
-        pause = self.on_loss + then.moving if layout.samples_per_s else self.from_nothing
+        pause = self.on_loss + then.moving if arrangement.samples_per_s else self.from_nothing
         return Reaction(then=then, pause=pause, why=self.why)
 
-    def join(self, layout: NodeArrangement, moment: Moment) -> Reaction:
-        then = self.arrange(tuple(moment.live), layout)
-        if (then.samples_per_s, then.used) == (layout.samples_per_s, layout.used):
-            return Reaction(then=None, at_boundary=True)  # nothing to be gained: it waits
+    def join(self, arrangement: NodeArrangement, moment: Moment) -> Reaction:
+        then = self.arrange(tuple(moment.live), arrangement)
+        if (then.samples_per_s, then.used) == (arrangement.samples_per_s, arrangement.used):
+            return Reaction(then=None, at_boundary=True)  # nothing is gained: the new nodes wait
         pause = self.from_nothing if moment.started else 0.0
-        if layout.samples_per_s:
+        if arrangement.samples_per_s:
             pause = self.on_join + then.moving
         return Reaction(then=then, pause=pause, at_boundary=True, why=self.why)
 
 
 def oobleck(facts: ModelFacts, *, arrange: Arrange | None = None) -> Rearranging:
-    """The running step is lost; reconfiguring takes what was measured, for a loss as for a join."""
-    return Rearranging(
-        arrange=arrange or by_table(known(facts, "oobleck")),
-        boundary_samples=facts.samples_per_step,
-        creation=facts.creation,
-        on_loss=facts.reconfigure,
-        on_join=facts.reconfigure,
-        from_nothing=facts.restart,
-        why="reconfiguring",
-    )
+    """Return Oobleck's rules: a loss undoes the running step; losses and joins pause for the measured time."""
+    arrange = arrange or by_table(known(facts, "oobleck"))
+    return _step_by_step(facts, arrange, pause=facts.reconfigure, why="reconfiguring")
 
 
 def holdfast(facts: ModelFacts, *, recovery: float, arrange: Arrange) -> Rearranging:
-    """The running step is lost; ``recovery`` seconds as measured, and what ``arrange`` says that moving takes."""
+    """Return holdfast's rules: a loss undoes the running step and pauses for ``recovery`` seconds and moving."""
+    return _step_by_step(facts, arrange, pause=recovery, why="recovering")
+
+
+def _step_by_step(facts: ModelFacts, arrange: Arrange, *, pause: float, why: str) -> Rearranging:
+    """Return rules with a boundary after each step."""
     return Rearranging(
         arrange=arrange,
         boundary_samples=facts.samples_per_step,
         creation=facts.creation,
-        on_loss=recovery,
-        on_join=recovery,
+        on_loss=pause,
+        on_join=pause,
         from_nothing=facts.restart,
-        why="recovering",
+        why=why,
     )
 
 
 def varuna(facts: ModelFacts) -> Rearranging:
-    """A checkpoint every so many steps; a loss kills everything and goes back to the last one.
+    """Return Varuna's rules: checkpoints at fixed steps; a loss restarts all nodes from the last checkpoint.
 
     The measured restart includes a checkpoint's time, which the published simulation takes off; so do we.
     """
-    pause = max(facts.restart - facts.checkpoint, 0.0)
+    return _from_checkpoints(facts, every=facts.checkpoint_every, pause=max(facts.restart - facts.checkpoint, 0.0))
+
+
+def restart(facts: ModelFacts, trace: Trace) -> Rearranging:
+    """Return the rules of plain checkpoint-restart: as Varuna, but the whole restart, and saving as ``saving`` says."""
+    return _from_checkpoints(facts, every=saving(facts, trace).steps, pause=facts.restart)
+
+
+def _from_checkpoints(facts: ModelFacts, *, every: int, pause: float) -> Rearranging:
+    """Return rules with a checkpoint every so many steps as boundary, and a restart for every change."""
     return Rearranging(
         arrange=by_table(known(facts, "varuna")),
-        boundary_samples=facts.checkpoint_every * facts.samples_per_step,
+        boundary_samples=every * facts.samples_per_step,
         boundary_seconds=facts.checkpoint,
         creation=facts.creation,
         on_loss=pause,
@@ -122,10 +130,10 @@ def varuna(facts: ModelFacts) -> Rearranging:
 
 
 def saving(facts: ModelFacts, trace: Trace) -> Interval:
-    """How often plain checkpoint-restart saves: as Young and Daly advise.
+    """Return the steps between the saves of plain checkpoint-restart, by Young and Daly.
 
-    They are told how often this trace loses nodes, which nobody knows in advance. Of the whole numbers of steps
-    around what they advise, the better. Where nothing is lost, saving may cost what it may cost at our own.
+    They are given the trace's time between losses, which in practice is not known in advance. The better one of the
+    two whole numbers of steps around their result is taken. Without losses it saves as often as a run of ours would.
 
     >>> from dataclasses import replace
     >>> from holdfast.simulate.measured_tables import example
@@ -147,7 +155,7 @@ def saving(facts: ModelFacts, trace: Trace) -> Interval:
         return Interval(
             steps=steps, reason=f"nothing is lost: it saves every {count(steps, 'step')}, which costs {share:.1%}"
         )
-    advised = math.sqrt(2 * facts.checkpoint * between) / step
+    advised = young_daly(facts.checkpoint, between) / step
     around = (max(math.floor(advised), 1), max(math.ceil(advised), 1))
     steps = min(around, key=lambda number: facts.checkpoint / (number * step) + number * step / (2 * between))
     return Interval(
@@ -155,20 +163,6 @@ def saving(facts: ModelFacts, trace: Trace) -> Interval:
     )
 
 
-def restart(facts: ModelFacts, trace: Trace) -> Rearranging:
-    """What most people run: as Varuna, but with the whole restart, and saving as often as :func:`saving` says."""
-    return Rearranging(
-        arrange=by_table(known(facts, "varuna")),
-        boundary_samples=saving(facts, trace).steps * facts.samples_per_step,
-        boundary_seconds=facts.checkpoint,
-        creation=facts.creation,
-        on_loss=facts.restart,
-        on_join=facts.restart,
-        from_nothing=facts.restart,
-        why="restarting",
-    )
-
-
 def ideal(best: Speeds) -> Rearranging:
-    """The fastest that any system makes of the nodes at any moment; changes cost nothing."""
+    """Return the rules of the ideal: the best throughput of all systems at any moment; changes cost nothing."""
     return Rearranging(arrange=by_table(best), boundary_samples=0.0)

@@ -1,23 +1,23 @@
-"""Templates in stock: made once for a profile, kept while the process lives. After a loss there is no time for it."""
+"""Templates in stock: made once for a profile and kept, so that none has to be made after a loss."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+from holdfast.plan.pipeline_sizes import chains, fewest_nodes
 from holdfast.plan.profile import LayerCost, Link, Profile
-from holdfast.plan.sizes import chains, fewest_nodes
 from holdfast.plan.stage_costs import StageCosts
 from holdfast.plan.template import Template, Templates, make_templates
 from holdfast.words import count
 
-PROFILES = 8  # a process has one, or a few in tests
+PROFILES = 8  # profiles whose templates are kept; a process has one, tests have a few
 
 
 class Stock:
-    """The templates of one profile, for workers that are one device each.
+    """Templates of one profile, for workers of one device each.
 
-    A template does not depend on how many workers there are besides, so whoever made it for more of them has
-    the same as somebody who joined later.
+    A template does not depend on how many workers there are in all. So a worker that joined later makes the same
+    template as one that was there from the start.
 
     >>> from holdfast.plan.profile import uniform
     >>> stock_of(uniform(4)).templates(3, tolerate=1).by_nodes[2].roles
@@ -31,7 +31,7 @@ class Stock:
         self._made: dict[int, Template | None] = {}
 
     def template(self, workers: int) -> Template | None:
-        """The fastest pipeline of so many workers; None if none fits: too few layers, or too little memory."""
+        """Return the fastest pipeline of so many workers; None if there are too few layers or too little memory."""
         if workers not in self._made:
             fits = bool(chains(self.costs, workers, 1))
             made = make_templates(self.profile, nodes=workers, tolerate=0, minimum=workers) if fits else None
@@ -39,7 +39,7 @@ class Stock:
         return self._made[workers]
 
     def templates(self, workers: int, *, tolerate: int) -> Templates:
-        """All that so many workers can use, and no others: what else is in stock must not change a plan."""
+        """Return the templates that so many workers can use. Others in stock are left out: they must not matter."""
         made = {size: self.template(size) for size in range(self.minimum, min(workers, self.costs.count) + 1)}
         missing = next((size for size, template in made.items() if template is None), None)
         short = f"the model has only {count(self.costs.count, 'layer')}"
@@ -54,7 +54,7 @@ class Stock:
 
 
 def stock_of(profile: Profile) -> Stock:
-    """The stock of a profile: that of any other with the same numbers."""
+    """Return the stock of a profile. Profiles with equal numbers share one."""
     return _stock(profile.layers, profile.between, profile.memory)
 
 

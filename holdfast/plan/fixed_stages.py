@@ -1,4 +1,4 @@
-"""Stages that the user has fixed: where the layers are cut, and what becomes of that with fewer workers."""
+"""Stages that the user has fixed: where the layers are cut, and how stages are merged when workers are too few."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import itertools
 from collections.abc import Sequence
 
 from holdfast.errors import UsageError
+from holdfast.plan.pipeline_sizes import PER_DEVICE
 from holdfast.plan.profile import Profile
-from holdfast.plan.sizes import PER_DEVICE
 from holdfast.plan.stage_costs import Chain, StageCosts
-from holdfast.plan.stock import stock_of
+from holdfast.plan.template_stock import stock_of
 from holdfast.words import count, size_text
 
-CutPoints = tuple[int, ...]  # the first layer of each stage, and the end
+CutPoints = tuple[int, ...]  # the first layer of each stage, then the number of layers
 
 
 def fixed_cut(layers: int, stages: int | Sequence[int], profile: Profile | None) -> CutPoints:
-    """The cut for ``stages``: their number, or the layers of each.
+    """Return where to cut ``layers`` layers into stages.
 
-    A number is cut for the fastest pipeline if there is a profile, else into equal numbers of layers.
+    ``stages`` is their number, or a list with the number of layers of each. A number is cut for the fastest pipeline
+    if there is a profile, else into equal numbers of layers. Raises UsageError if the layers cannot be cut like that
+    or a stage does not fit into a worker's memory.
 
     >>> fixed_cut(10, 3, None), fixed_cut(10, [3, 3, 4], None)
     ((0, 3, 6, 10), (0, 3, 6, 10))
@@ -74,7 +76,7 @@ def _memory(profile: Profile) -> str:
 
 
 def _fits(bounds: CutPoints, profile: Profile | None) -> bool:
-    """Does every stage fit into its worker?"""
+    """Return whether every stage fits into the memory of its worker."""
     if profile is None or profile.memory is None:
         return True
     costs, chain = stock_of(profile).costs, _chain(len(bounds) - 1)
@@ -87,7 +89,9 @@ def _chain(stages: int) -> Chain:
 
 
 def merged(bounds: CutPoints, stages: int, profile: Profile | None) -> CutPoints | None:
-    """The cut with neighbours merged into fewer stages, the longest as short as can be; None if none fits.
+    """Merge neighbouring stages until ``stages`` are left, so that the longest one is as short as possible.
+
+    Returns None if no such cut fits into the workers' memory.
 
     >>> merged((0, 1, 2, 3, 10), 2, None)
     (0, 3, 10)
@@ -111,7 +115,7 @@ def merged(bounds: CutPoints, stages: int, profile: Profile | None) -> CutPoints
 
 
 def _weight(costs: StageCosts | None, stages: int, stage: int, first: int, stop: int) -> float | None:
-    """What layers [first, stop) take as this stage, None if they do not fit into its worker."""
+    """Return the seconds (without a profile: the number) of layers [first, stop); None if they do not fit."""
     if costs is None:
         return stop - first
     memory = costs.profile.memory
@@ -122,11 +126,11 @@ def _weight(costs: StageCosts | None, stages: int, stage: int, first: int, stop:
 
 
 def best_merge(bounds: CutPoints, workers: int, profile: Profile | None) -> CutPoints | None:
-    """The cut that loses as few stages as so many workers allow; None if too few are left to hold the model."""
+    """Merge as few stages as so many workers allow. Returns None if the workers cannot hold the model at all."""
     options = (merged(bounds, stages, profile) for stages in range(min(workers, len(bounds) - 1), 0, -1))
     return next((cut for cut in options if cut is not None), None)
 
 
 def fewest_workers(bounds: CutPoints, profile: Profile | None) -> int:
-    """The fewest workers on which these stages fit, however merged."""
+    """Return the fewest workers that can hold these stages, merged as far as that takes."""
     return next(stages for stages in range(1, len(bounds)) if merged(bounds, stages, profile) is not None)

@@ -1,4 +1,4 @@
-"""Which sizes a pipeline can have: from the fewest nodes with the memory for it on."""
+"""Sizes that a pipeline can have, from the fewest nodes whose memory suffices."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from holdfast.errors import UsageError
 from holdfast.plan.stage_costs import Chain, StageCosts
 from holdfast.words import count, size_text
 
-PER_DEVICE = 4  # micro-batches for each device while planning: a usual share, as the paper has it
+PER_DEVICE = 4  # micro-batches per device that templates are made for: Oobleck's choice
 
 
 def chains(costs: StageCosts, nodes: int, devices: int) -> list[Chain]:
-    """The ways to use a pipeline's devices for which there is the memory: one chain, or several lanes side by side.
+    """Return the ways to use a pipeline's devices that fit into their memory: one chain, or several lanes.
+
+    ``devices`` is the number per node. Lanes are equal chains side by side, each with its own micro-batches.
 
     >>> from holdfast.plan.profile import uniform
     >>> [(chain.lanes, chain.stages) for chain in chains(StageCosts(uniform(6)), 2, 4)]
@@ -30,7 +32,10 @@ def chains(costs: StageCosts, nodes: int, devices: int) -> list[Chain]:
 
 
 def fewest_nodes(costs: StageCosts, devices: int, minimum: int | None) -> int:
-    """n0: the smallest pipeline whose stages fit their devices, or what the user asks for."""
+    """Return n0, the nodes of the smallest pipeline whose stages fit into memory, or ``minimum`` if given.
+
+    Raises UsageError if no pipeline fits, or not with so few nodes.
+    """
     if minimum is not None and minimum > costs.count:
         raise UsageError(
             f"a pipeline of {minimum} nodes has more nodes than the model has layers", hint=f"at most {costs.count}"
@@ -54,7 +59,7 @@ def fewest_nodes(costs: StageCosts, devices: int, minimum: int | None) -> int:
 
 
 def _check_layers(costs: StageCosts) -> None:
-    """A layer that fits nowhere alone makes every search pointless."""
+    """Raise UsageError if a single layer does not fit into a device: then no pipeline does."""
     memory = costs.profile.memory
     layer = max(costs.profile.layers, key=lambda layer: layer.resident_bytes + layer.saved_bytes)
     needs = layer.resident_bytes + layer.saved_bytes
@@ -67,7 +72,7 @@ def _check_layers(costs: StageCosts) -> None:
 
 
 def what_it_takes(tolerate: int, fewest: int) -> str:
-    """The least that can be planned, in words.
+    """Return a sentence with the nodes that planning needs at least.
 
     >>> what_it_takes(0, 2), what_it_takes(1, 1)
     ('training takes a pipeline of at least 2 nodes', 'surviving the loss of 1 takes 2 pipelines of at least 1 node')
@@ -78,7 +83,7 @@ def what_it_takes(tolerate: int, fewest: int) -> str:
 
 
 def what_would_help(nodes: int, fewest: int) -> str:
-    """What to do about too few nodes.
+    """Return a hint about what to do with too few nodes.
 
     >>> what_would_help(3, 1)
     'tolerate 2, or more nodes'
