@@ -11,9 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 ALIGNMENT = 64  # bytes; torch aligns the memory of every new tensor like this, vector instructions need it
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the distinct tensors in nested tuples, lists and dicts, in order.
+
+    >>> x = torch.zeros(2)
+    >>> len(tensors_in({"twice": (x, x), "mask": torch.ones(2) > 0, "scale": 0.5}))
+    2
+    """
+    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
 def settled(value: Any) -> Any:

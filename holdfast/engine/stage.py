@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from holdfast.cluster.group import Group
-from holdfast.engine.boundary import unshared
+from holdfast.engine.boundary import tensors_in, unshared
 from holdfast.engine.pipe import BACKWARD_TAG, FORWARD_TAG, Inbox, Outbox, describe
 from holdfast.engine.record import Message, Recorder
 from holdfast.errors import Broken
@@ -150,12 +150,12 @@ class Stage:
         leaves: list[Tensor] = []
         if self._inputs is not None:
             arrived = self._inputs.take()
-            leaves = _tensors(arrived)
+            leaves = tensors_in(arrived)
             self._forget_returned(number)
             # Copies, because a layer may write into its input, and autograd forbids that for leaves.
             inputs = _copies(arrived)
         output = compute(inputs)
-        given, sent = _tensors(output), []
+        given, sent = tensors_in(output), []
         if self._outputs is not None:
             message = describe(output)
             if self.recorder is not None:
@@ -247,20 +247,7 @@ class Stage:
                 inbox.close()
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the distinct tensors in a value, in the order in which ``describe`` sends them."""
-    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
-
-
 def _copies(value: Any) -> Any:
     """Return the value with each tensor cloned; one that is there twice stays one."""
-    known: dict[int, Tensor] = {}
-
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in known:
-            known[id(leaf)] = leaf.clone()
-        return known[id(leaf)]
-
-    return tree_map(copy, value)
+    copies = {id(tensor): tensor.clone() for tensor in tensors_in(value)}
+    return tree_map(lambda leaf: copies.get(id(leaf), leaf), value)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from holdfast.engine.boundary import tensors_in
 from holdfast.engine.pipe import describe, read
 from holdfast.engine.record import Direction, Key, Message, Recorder, lasting
-from holdfast.engine.stage import _tensors
 
 
 class Book:
@@ -71,7 +71,7 @@ def kept(output: Any) -> Message:
     book = Book()
     recorder = Recorder(book, {1})
     recorder.at(0, range(1))
-    recorder.forward(1, 0, describe(output), _tensors(output))
+    recorder.forward(1, 0, describe(output), tensors_in(output))
     return next(iter(book.records.values()))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.data.fetch import fetch
+from holdfast.engine.boundary import tensors_in
 from holdfast.engine.engine import Engine
 from holdfast.errors import UsageError
 from holdfast.rng import seed_everything, seed_of, seed_torch
@@ -30,16 +31,6 @@ def micro_batch(engine: Engine) -> tuple[Any, Any]:
     """Return inputs and targets of the run's first micro-batch, which always has its full size."""
     seed_everything(seed_of(engine.order.seed, 0, 0, "data"), engine.model.device)
     return fetch(engine.data, engine.order.samples(0, 0), engine.collate, engine.model.device)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the distinct tensors in nested tuples, lists and dicts.
-
-    >>> x = torch.zeros(2)
-    >>> len(tensors_in({"twice": (x, x), "mask": torch.ones(2) > 0, "scale": 0.5}))
-    2
-    """
-    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
 @dataclass(kw_only=True)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from holdfast.engine.boundary import tensors_in
 from holdfast.engine.engine import Engine
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.profile.key import device_facts, device_text
 from holdfast.engine.profile.measure import AS_INSIDE, device_memory
-from holdfast.engine.profile.passes import Passes, cut, micro_batch, saved_bytes, storage_of, tensors_in
+from holdfast.engine.profile.passes import Passes, cut, micro_batch, saved_bytes, storage_of
 from holdfast.engine.profile.shadow import Shadow
 from holdfast.errors import UsageError
 from holdfast.plan.profile import LayerCost, Link, Profile
