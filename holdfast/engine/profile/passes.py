@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.data.fetch import fetch
@@ -171,28 +171,37 @@ class Passes:
 
 
 def saved_bytes(passes: Passes, engine: Engine) -> tuple[Pass, list[int]]:
-    """Compute one pass; return it, and the bytes that each layer keeps for its backward pass.
+    """Compute one pass; return it, and the bytes that each layer keeps for its backward pass (``note_saved``).
 
-    These are its input and all that autograd saves, each storage once. Weights do not count: they are there anyway.
     A layer that no gradient comes back to keeps nothing.
     """
-    kept: list[dict[int, int]] = []
-    module = engine.model.module
-    weights = {storage_of(tensor)[0] for tensor in [*module.parameters(), *module.buffers()]}
+    saved: list[dict[int, int]] = []
 
     def watch(number: int, inputs: Any) -> AbstractContextManager[Any]:
-        mine = dict(map(storage_of, tensors_in(inputs)))
-        kept.append(mine)
-
-        def pack(tensor: Tensor) -> Tensor:
-            mine.update([storage_of(tensor)])
-            return tensor  # autograd keeps it alive, so no other tensor can get its address meanwhile
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        saved.append({})
+        return note_saved(saved[-1], inputs, engine.model.module)
 
     one = passes.one(watch)
-    sums = [sum(size for address, size in mine.items() if address not in weights) for mine in kept]
-    return one, [size if seconds else 0 for size, seconds in zip(sums, one.backward, strict=True)]
+    return one, [sum(mine.values()) if seconds else 0 for mine, seconds in zip(saved, one.backward, strict=True)]
+
+
+def note_saved(saved: dict[int, int], inputs: Any, module: nn.Module) -> AbstractContextManager[Any]:
+    """Within this context around a layer's forward pass, note in ``saved`` what the layer keeps for its backward pass.
+
+    That is its input and all that autograd saves, each storage once: address → bytes. Tensors of ``module`` do not
+    count: they are there anyway.
+    """
+    weights = {storage_of(tensor)[0] for tensor in [*module.parameters(), *module.buffers()]}
+
+    def note(tensor: Tensor) -> Tensor:
+        address, size = storage_of(tensor)
+        if address not in weights:
+            saved[address] = size
+        return tensor  # autograd keeps it alive, so no other tensor can get its address meanwhile
+
+    for tensor in tensors_in(inputs):
+        note(tensor)
+    return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
 
 def storage_of(tensor: Tensor) -> tuple[int, int]:
