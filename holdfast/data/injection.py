@@ -87,7 +87,7 @@ class Injection:
         return mine + received
 
     def _shared(self, step: int, workers: int, amounts: Amounts, read: dict[int, list[int]]) -> dict[int, list[int]]:
-        """As ``shared``. ``read`` has the batches, by worker, that are known already."""
+        """Return what ``shared`` does. ``read`` has the batches, by worker, that are known already."""
         drawn = sorted(range(workers), key=lambda worker: seed_of(self.seed, "sharer", step, worker))
         return {
             one: (read.get(one) or self.base.samples(step, one, workers=workers, batch=amounts.own))[: amounts.each]

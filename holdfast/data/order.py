@@ -1,4 +1,4 @@
-"""Which samples a micro-batch has: a pure function of (seed, step, index), so nothing can be lost.
+"""Orders: the samples of each micro-batch, as pure functions of (seed, step, index). No state means none is lost.
 
 ``Order`` is the order of a whole run. ``BatchedOrder`` is one where each worker reads its own part of the data
 (``partition.py``). ``Share`` is the part of another order that one replica computes. An engine takes any of them.
@@ -18,7 +18,7 @@ from holdfast.rng import seed_of
 
 
 class Batches(Protocol):
-    """Which samples each micro-batch of each step has. Every method is a pure function."""
+    """The samples of each micro-batch of each step. Every method is a pure function."""
 
     @property
     def size(self) -> int:
@@ -35,10 +35,10 @@ class Batches(Protocol):
     def steps_per_epoch(self) -> int: ...
 
     def batch_size(self, step: int) -> int:
-        """How many samples a step has."""
+        """Return the number of samples of a step."""
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches a step has."""
+        """Return the number of micro-batches of a step."""
 
     def samples(self, step: int, index: int) -> list[int]:
         """The sample numbers of micro-batch ``index`` of a step."""
@@ -74,11 +74,11 @@ class Order:
         return range(start, min(start + self.global_batch, self.size))
 
     def batch_size(self, step: int) -> int:
-        """How many samples a step has."""
+        """Return the number of samples of a step."""
         return len(self._batch(step))
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches a step has."""
+        """Return the number of micro-batches of a step."""
         return -(-self.batch_size(step) // self.micro_batch)
 
     def samples(self, step: int, index: int) -> list[int]:
@@ -157,7 +157,7 @@ class BatchedOrder(_Parting):
 
     @property
     def per_worker(self) -> int:
-        """How many micro-batches of a step belong to each worker."""
+        """The number of micro-batches of a step that belong to each worker."""
         return max(1, self.global_batch // self.workers // self.micro_batch)
 
     @property
@@ -166,11 +166,11 @@ class BatchedOrder(_Parting):
         return -(-self.size // self.global_batch)
 
     def batch_size(self, step: int) -> int:
-        """How many samples a step has."""
+        """Return the number of samples of a step."""
         return self.micro_batches(step) * self.micro_batch
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches a step has."""
+        """Return the number of micro-batches of a step."""
         return self.workers * self.per_worker
 
     def samples(self, step: int, index: int) -> list[int]:

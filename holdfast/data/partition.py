@@ -33,7 +33,7 @@ class Partition(Protocol):
 
     @property
     def size(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
 
     def samples(self, step: int, worker: int, *, workers: int, batch: int) -> list[int]:
         """The ``batch`` sample numbers that this worker reads at this step."""
@@ -120,7 +120,7 @@ class LabelSplit:
                 f"labels of shape {labels.shape} are no list of labels", hint="one label for each sample, in order"
             )
         kinds, numbers = np.unique(labels, return_inverse=True)
-        numbers = numbers.astype("<i8")  # what matters is which samples have the same label, and the labels' order
+        numbers = numbers.astype("<i8")  # only equality and order of labels matter
         numbers.flags.writeable = False
         if self.concentration is None:
             wanted = 1 if self.per_worker is None else self.per_worker
