@@ -1,4 +1,4 @@
-"""Random numbers as a function of where they are drawn, not of who draws them."""
+"""Random numbers as a function of the place where they are drawn (step, micro-batch, layer), not of the worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def seed_of(*place: int | str) -> int:
-    """A seed for a place, such as (seed, step, micro-batch, layer).
+    """Return the seed of a place, such as (seed, step, micro-batch, layer). It is below 2**63.
 
     >>> seed_of(0, 1, 2) == seed_of(0, 1, 2), seed_of(0, 1, 2) == seed_of(0, 12)
     (True, False)
@@ -22,14 +22,14 @@ def seed_of(*place: int | str) -> int:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seeds the generators that layers draw from; a few microseconds."""
+    """Seed the generators that layers draw from. This takes a few microseconds."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":  # untested here
         torch.cuda.manual_seed(seed)
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Also Python's and NumPy's generators, which data sets use to augment."""
+    """Seed torch's generators, and also Python's and NumPy's, which data sets use to augment samples."""
     seed_torch(seed, device)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -37,7 +37,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def undisturbed_generators() -> Iterator[None]:
-    """What is seeded and drawn within this changes nothing for the script."""
+    """Restore torch's, Python's and NumPy's generators after this context."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

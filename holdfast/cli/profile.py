@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLOWEST, FASTEST = 1e-6, 1e6  # Gbit/s of a link between hosts
+# Limits of what --bandwidth and --latency accept: a value outside is a mistake in the unit.
+SLOWEST, FASTEST = 1e-6, 1e6  # Gbit/s
 LATEST = 60_000.0  # ms
 
 
@@ -85,7 +86,7 @@ def profile(
 
 
 class ProfiledScript:
-    """The user's script, and where its words and ours go."""
+    """The user's script, and where its output and ours go: with ``--json``, stdout is for the last line only."""
 
     def __init__(self, *, command: list[str], module: bool, as_json: bool) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: as holdfast run has it
@@ -100,12 +101,14 @@ class ProfiledScript:
             atexit.register(self._print)
 
     def until_training(self, look: Callable[[Run], T]) -> T:
+        """Run the script until its ``Run`` would train, and return ``look(run)``."""
         from holdfast.engine.profile.run_script import until_training
 
         with redirect_stdout(sys.stderr) if self._as_json else nullcontext():
             return until_training(self._command, look, module=self._module)
 
     def last_line(self, document: dict[str, Any]) -> None:
+        """With ``--json``, print this at the exit, after whatever the script prints there."""
         if self._as_json:
             self._lines.append(json.dumps(document))
 
@@ -115,7 +118,7 @@ class ProfiledScript:
 
 
 def _compare(path: Path, script: ProfiledScript) -> None:
-    """Whether a profile is of this script's run: exit code 0, or 2 and why not."""
+    """Say whether a profile is one of this script's run. Raises ``UsageError`` (exit code 2) if it is not."""
     from holdfast.engine.profile.measure import fits
 
     known = the_model(path, None, equal=False)
@@ -128,7 +131,7 @@ def _compare(path: Path, script: ProfiledScript) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    """What the command line says about the link between hosts."""
+    """The command line's options about the link between hosts."""
 
     bandwidth: float | None  # bytes/s
     latency: float | None  # s
@@ -137,7 +140,10 @@ class LinkOptions:
 
     @classmethod
     def read(cls, *, bandwidth: float | None, latency: float | None, peer: str, token_file: Path | None) -> LinkOptions:
-        """From Gbit/s and ms. Refuses before the script is started: it may take minutes to come to its training."""
+        """Read the options, in Gbit/s and ms.
+
+        Raises ``UsageError`` now, not when they are used: the script may take minutes to come to its training.
+        """
         if bandwidth is not None and not SLOWEST <= bandwidth <= FASTEST:
             raise UsageError(f"--bandwidth {bandwidth:g} is no network", hint=f"{SLOWEST:g} to {FASTEST:,.0f} Gbit/s")
         if latency is not None and not 0 <= latency <= LATEST:
@@ -154,6 +160,7 @@ class LinkOptions:
         )
 
     def add_to(self, profile: Profile) -> Profile:
+        """Return the profile with the link between hosts as the options say; ``--peer`` is measured here."""
         from holdfast.engine.profile.links import measure_peer
         from holdfast.engine.profile.measure import with_between
 
@@ -163,7 +170,7 @@ class LinkOptions:
 
 
 def _measured(script: ProfiledScript, *, rounds: int, fresh: bool) -> tuple[Profile, bool]:
-    """The profile, with the links inside this host; and whether it was in the cache."""
+    """Return the script's profile, with the link inside this host, and whether it was in the cache."""
     from holdfast.engine.profile.key import cache_folder, cached, write_profile
     from holdfast.engine.profile.links import measure_inside
     from holdfast.engine.profile.measure import MeasuredLayers, measure, model_text, read_facts
@@ -179,7 +186,7 @@ def _measured(script: ProfiledScript, *, rounds: int, fresh: bool) -> tuple[Prof
     found = script.until_training(look)
     if isinstance(found, Profile):  # made from a script that may have had another name
         return replace(found, model=model_text(script.name, found.layers, found.key)), True
-    # After the script: it may have an event loop of its own running, and its threads would be in the way.
+    # Links are measured after the script: it may have an event loop of its own, and its threads would disturb.
     made = found.profile(script.name, measure_inside())
     try:
         write_profile(folder / f"{made.key}.json", made)
@@ -220,7 +227,9 @@ def _serve(where: str, command: list[str] | None, token_file: Path | None) -> No
 
 
 def parse_address(text: str, *, host: str = "") -> tuple[str, int]:
-    """HOST:PORT, or PORT alone where ``host`` is known. An IPv6 address is in brackets.
+    """Read HOST:PORT, or PORT alone if there is a ``host`` for it. An IPv6 address is in brackets.
+
+    Raises ``UsageError`` for anything else.
 
     >>> parse_address("head:29800"), parse_address("29800", host="127.0.0.1"), parse_address("[::1]:29800")
     (('head', 29800), ('127.0.0.1', 29800), ('::1', 29800))

@@ -1,1 +1,1 @@
-"""From a step to its samples, without any state."""
+"""The samples of each step and micro-batch, as pure functions without any state."""

@@ -1,4 +1,4 @@
-"""Samples from the user's data set, as one batch on the device."""
+"""Fetches samples from the user's data set, as one batch on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 
 
 class Dataset(Protocol):
-    """Map-style: ``dataset[i]`` is ``(input, target)``."""
+    """A map-style data set: ``dataset[i]`` is ``(input, target)``."""
 
     def __len__(self) -> int: ...
 
@@ -21,7 +21,9 @@ class Dataset(Protocol):
 def fetch(
     data: Dataset, samples: Sequence[int], collate: Callable[[list[Any]], Any], device: torch.device
 ) -> tuple[Any, Any]:
-    """Inputs and targets of some samples.
+    """Return inputs and targets of these ``samples`` as one batch on ``device``.
+
+    Raises ``UsageError`` if ``collate`` does not give two things.
 
     >>> data = [(torch.tensor([1.0]), 7), (torch.tensor([2.0]), 8)]
     >>> fetch(data, [1, 0], torch.utils.data.default_collate, torch.device("cpu"))[1]
@@ -36,6 +38,7 @@ def fetch(
 
 
 def _to(value: Any, device: torch.device) -> Any:
+    """Move all tensors in nested tuples, lists and dicts to the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

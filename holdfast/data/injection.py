@@ -1,4 +1,4 @@
-"""Data injection: a little of some workers' batches goes to everybody, so that skewed data are less so (SelSync)."""
+"""Data injection (SelSync): at each step some workers share a part of their batches, so that data are less skewed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.rng import seed_of
 
 
 class Amounts(NamedTuple):
-    """What a batch is made of: ``own`` samples, and ``each`` from every one of ``sharers`` workers."""
+    """The parts of a batch: ``own`` samples of the worker, and ``each`` samples from each of ``sharers`` workers."""
 
     own: int
     sharers: int
@@ -21,15 +21,18 @@ class Amounts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """At each step a random fraction ``alpha`` of the workers shares a fraction ``beta`` of its batch with everybody.
+    """A partition where at each step a random fraction ``alpha`` of the workers shares ``beta`` of its batch with all.
 
-    Nobody's work grows: of N workers m = αN share, a worker reads b' = b / (1 + βm) samples of its own instead of b,
-    and the βb' of each sharer fill the batch up. In whole numbers: m is rounded, at least 1, and less than b;
-    what each shares is rounded, at least 1, and at most b / (m + 1); b' is what is left of the batch. A sharer does
-    not receive its own: its gap is filled with what it reads at its next step, then read once more.
+    ``base`` is the partition that workers read their own samples by. A batch keeps its size b: of N workers m = αN
+    share, a worker reads b' = b / (1 + βm) samples of its own, and the βb' of each sharer fill the batch up. In whole
+    numbers: m is rounded, at least 1, and less than b; the number that each shares is rounded, at least 1, and at most
+    b / (m + 1); b' is what is left of the batch. A sharer does not receive its own samples: its gap is filled with
+    samples of its next step, which it reads again then.
 
-    Where every worker can read all data, as in a ``Run``, nothing has to travel: each computes what the others
-    share and reads it itself. ``shared`` is for those who keep data apart, and says what has to be sent.
+    Where every worker can read all data, as in a ``Run``, nothing has to be sent: each worker computes what the others
+    share and reads it itself. Programs that keep data apart ask ``shared`` for what has to be sent.
+
+    Raises ``UsageError`` unless ``alpha`` and ``beta`` are above 0 and at most 1.
 
     >>> from holdfast.data.partition import DefDP
     >>> data = Injection(base=DefDP(size=100), alpha=0.5, beta=0.5)
@@ -51,10 +54,11 @@ class Injection:
 
     @property
     def size(self) -> int:
+        """Samples of the data set."""
         return self.base.size
 
     def amounts(self, *, workers: int, batch: int) -> Amounts:
-        """What every worker's batch is made of; alone, a worker just reads its own."""
+        """Return the parts of every worker's batch. A worker that is alone reads only its own samples."""
         if workers == 1:
             return Amounts(batch, 0, 0)
         if batch < 2:
@@ -64,12 +68,12 @@ class Injection:
         return Amounts(batch - sharers * each, sharers, each)
 
     def shared(self, step: int, *, workers: int, batch: int) -> dict[int, list[int]]:
-        """Which samples travel to all others, by the worker that has them."""
+        """Return the samples that are shared at a step, by the worker that has them."""
         check_place(self.size, step, 0, workers, batch)
         return self._shared(step, workers, self.amounts(workers=workers, batch=batch), {})
 
     def samples(self, step: int, worker: int, *, workers: int, batch: int) -> list[int]:
-        """The ``batch`` sample numbers that this worker reads at this step: its own first."""
+        """Return the ``batch`` sample numbers that this worker reads at this step: its own first."""
         check_place(self.size, step, worker, workers, batch)
         amounts = self.amounts(workers=workers, batch=batch)
         mine = self.base.samples(step, worker, workers=workers, batch=amounts.own)
@@ -83,7 +87,7 @@ class Injection:
         return mine + received
 
     def _shared(self, step: int, workers: int, amounts: Amounts, read: dict[int, list[int]]) -> dict[int, list[int]]:
-        """``read``: batches that need not be worked out again."""
+        """Return what ``shared`` does. ``read`` has the batches, by worker, that are known already."""
         drawn = sorted(range(workers), key=lambda worker: seed_of(self.seed, "sharer", step, worker))
         return {
             one: (read.get(one) or self.base.samples(step, one, workers=workers, batch=amounts.own))[: amounts.each]
@@ -92,5 +96,5 @@ class Injection:
 
 
 def _rounded(value: float) -> int:
-    """Halves go up: ``round`` would take them to the even number."""
+    """Round to the nearest whole number, halves up. (Python's ``round`` takes halves to the even number.)"""
     return int(value + 0.5)

@@ -1,4 +1,4 @@
-"""Which samples a micro-batch has: a pure function of (seed, step, index), so nothing can be lost.
+"""Orders: the samples of each micro-batch, as pure functions of (seed, step, index). No state means none is lost.
 
 ``Order`` is the order of a whole run. ``BatchedOrder`` is one where each worker reads its own part of the data
 (``partition.py``). ``Share`` is the part of another order that one replica computes. An engine takes any of them.
@@ -18,13 +18,15 @@ from holdfast.rng import seed_of
 
 
 class Batches(Protocol):
-    """Which samples each micro-batch of each step has."""
+    """The samples of each micro-batch of each step. Every method is a pure function."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Samples of the data set."""
 
     @property
-    def micro_batch(self) -> int: ...
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch; the last one of an epoch may have fewer."""
 
     @property
     def seed(self) -> int: ...
@@ -32,19 +34,25 @@ class Batches(Protocol):
     @property
     def steps_per_epoch(self) -> int: ...
 
-    def batch_size(self, step: int) -> int: ...
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples of a step."""
 
-    def micro_batches(self, step: int) -> int: ...
+    def micro_batches(self, step: int) -> int:
+        """Return the number of micro-batches of a step."""
 
-    def samples(self, step: int, index: int) -> list[int]: ...
+    def samples(self, step: int, index: int) -> list[int]:
+        """The sample numbers of micro-batch ``index`` of a step."""
 
     def number(self, step: int, index: int) -> int:
-        """What random numbers of a micro-batch depend on: its place in the whole step."""
+        """The micro-batch's number in the whole step, which its random numbers depend on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The order of a data set of ``size`` samples in batches. The last batch of an epoch may be ragged.
+    """The order in which a run reads a data set. The last batch of an epoch, and its last micro-batch, may be smaller.
+
+    ``global_batch`` and ``micro_batch`` are samples of a step and of a micro-batch. Without ``shuffle``, every epoch
+    has the order of the data set.
 
     >>> order = Order(size=10, global_batch=4, micro_batch=2, seed=0, shuffle=False)
     >>> order.steps_per_epoch, [order.samples(2, i) for i in range(order.micro_batches(2))]
@@ -66,11 +74,11 @@ class Order:
         return range(start, min(start + self.global_batch, self.size))
 
     def batch_size(self, step: int) -> int:
-        """How many samples a step has."""
+        """Return the number of samples of a step."""
         return len(self._batch(step))
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches a step has."""
+        """Return the number of micro-batches of a step."""
         return -(-self.batch_size(step) // self.micro_batch)
 
     def samples(self, step: int, index: int) -> list[int]:
@@ -82,11 +90,12 @@ class Order:
         return shuffled(positions, self.size, key=seed_of(self.seed, "epoch", epoch))
 
     def number(self, step: int, index: int) -> int:
+        """The micro-batch's number in the whole step."""
         return index
 
 
 class _Parting:
-    """What an order knows beside its fields."""
+    """Attributes of ``BatchedOrder`` that are not fields: ``asdict`` must not show them."""
 
     partition: Partition
     workers: int
@@ -95,13 +104,16 @@ class _Parting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchedOrder(_Parting):
-    """Looks like an ``Order``, but a step's micro-batches belong to workers: the first so many to worker 0, and so on.
+    """An order where each worker reads its own part of the data, as a ``Partition`` says.
 
-    Every worker has the same number of micro-batches: its share of ``global_batch`` rounded down, but at least one. So
-    a step has at most ``global_batch`` samples, or one micro-batch for each worker if that is more.
+    A step's first micro-batches are those of worker 0, then come those of worker 1, and so on. Every worker has the
+    same number of them: its share of ``global_batch`` rounded down, but at least one. So a step has at most
+    ``global_batch`` samples, or one micro-batch for each worker if that is more.
 
-    The fields are what a run's label shows. Neither the samples' labels nor the number of workers are among them: the
-    one may be long, and the other changes.
+    The dataclass's fields are what a run's label shows. The partition is among them by its short ``repr``;
+    the number of workers is not, since it changes.
+
+    Raises ``UsageError`` if the partition cannot do for so many workers.
 
     >>> from holdfast.data.partition import SelDP
     >>> order = BatchedOrder(partition=SelDP(size=100), global_batch=16, micro_batch=2, seed=0).for_workers(3)
@@ -131,10 +143,10 @@ class BatchedOrder(_Parting):
         # An engine asks for one micro-batch after the other, and for some twice.
         for name, value in (known | {"_batch": lru_cache(maxsize=2 * workers)(self._read)}).items():
             object.__setattr__(self, name, value)
-        self.samples(0, 0)  # what the partition cannot do for so many workers, it says now
+        self.samples(0, 0)  # raises now if the partition cannot do for so many workers
 
     def for_workers(self, workers: int) -> BatchedOrder:
-        """The same for another number of workers."""
+        """Return the same order for another number of workers."""
         return BatchedOrder(
             partition=self.partition,
             workers=workers,
@@ -145,20 +157,20 @@ class BatchedOrder(_Parting):
 
     @property
     def per_worker(self) -> int:
-        """How many micro-batches of a step belong to each worker."""
+        """The number of micro-batches of a step that belong to each worker."""
         return max(1, self.global_batch // self.workers // self.micro_batch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """As with an ``Order``, so that epochs are no other when workers come or go."""
+        """The number that an ``Order`` would have, so that epochs do not change when workers come or go."""
         return -(-self.size // self.global_batch)
 
     def batch_size(self, step: int) -> int:
-        """How many samples a step has."""
+        """Return the number of samples of a step."""
         return self.micro_batches(step) * self.micro_batch
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches a step has."""
+        """Return the number of micro-batches of a step."""
         return self.workers * self.per_worker
 
     def samples(self, step: int, index: int) -> list[int]:
@@ -167,10 +179,11 @@ class BatchedOrder(_Parting):
         return self._batch(step, worker)[index * self.micro_batch : (index + 1) * self.micro_batch]
 
     def number(self, step: int, index: int) -> int:
-        """What random numbers of a micro-batch depend on."""
+        """The micro-batch's number in the whole step."""
         return index
 
     def _read(self, step: int, worker: int) -> list[int]:
+        """The samples of all micro-batches of a worker at a step."""
         batch = self.per_worker * self.micro_batch
         samples = self.partition.samples(step, worker, workers=self.workers, batch=batch)
         if len(samples) != batch:
@@ -180,10 +193,10 @@ class BatchedOrder(_Parting):
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The micro-batches of one replica, counted from 0.
+    """The part of another order that one replica computes. Its micro-batches are counted from 0.
 
-    ``part`` tells which of a step's micro-batches are its own, from their number. A replica that would get none
-    computes another's again: it has to keep up with the others.
+    ``part(count)`` tells which of a step's ``count`` micro-batches are this replica's. A replica that would get none
+    computes one of another replica's: it must take part in every step.
 
     >>> order = Order(size=8, global_batch=8, micro_batch=2, seed=0, shuffle=False)
     >>> mine = Share(order=order, rank=1, part=lambda count: range(count // 2, count))

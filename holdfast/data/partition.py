@@ -1,9 +1,10 @@
-"""Which samples each worker reads where replicas step apart: pure functions of (seed, step, worker, workers, batch).
+"""Partitions: which samples each worker reads, where replicas take steps of their own (``sync/``).
 
-One rule holds for all: a *pass* over n samples takes ⌈n / batch⌉ steps, each pass in an order of its own, and its last
-batch is filled up from the pass's begin. So every batch is whole, a pass leaves nothing out, and no batch has a sample
-twice unless it is larger than what it is drawn from. As nothing is remembered, a worker can start at any step, and
-when workers come or go the next step is simply cut for the new number of them.
+A partition is a pure function of (seed, step, worker, workers, batch). One rule holds for all: a *pass* over n samples
+takes ⌈n / batch⌉ steps, each pass has an order of its own, and its last batch is filled up from the pass's begin. So
+every batch is whole, a pass leaves no sample out, and no batch has a sample twice unless it is larger than what it is
+drawn from. As nothing is remembered, a worker can start at any step; when workers come or go, the next step is cut for
+the new number of them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from holdfast.rng import seed_of
 
 
 class Partition(Protocol):
-    """Who reads what. Its ``repr`` goes into a run's label, so it must be short and the same on every worker."""
+    """A rule that gives each worker its samples.
+
+    Its ``repr`` goes into a run's label, so it must be short and the same on every worker.
+    """
 
     @property
     def size(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
 
     def samples(self, step: int, worker: int, *, workers: int, batch: int) -> list[int]:
         """The ``batch`` sample numbers that this worker reads at this step."""
@@ -37,7 +41,7 @@ class Partition(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """Of data that are shuffled once, as many as there are workers."""
+    """A data set of ``size`` samples that is shuffled once, with ``seed``, and cut into one chunk for each worker."""
 
     size: int
     seed: int = 0
@@ -48,12 +52,12 @@ class _Chunks:
 
 
 class SelDP(_Chunks):
-    """Everyone reads everything, but never the same at the same time (SelSync's partitioning).
+    """Every worker reads all data, but no two read the same chunk at the same time (SelSync's partitioning).
 
-    The data, shuffled once, are as many chunks as there are workers, and worker n reads chunks n, n+1, … in turn.
-    Chunks may differ by one sample, but all workers change chunks at the same step, after the steps that the largest
-    chunk needs: so they are in distinct chunks at all times, and after as many turns as workers each has read
-    all data.
+    The data are shuffled once and cut into one chunk for each worker; worker n reads chunks n, n+1, … in turn. Chunks
+    may differ by one sample, but all workers change chunks at the same step, after the steps that the largest chunk
+    needs. So they are in distinct chunks at all times, and after as many turns as there are workers each has read all
+    data.
 
     >>> data = SelDP(size=6)
     >>> sorted(data.samples(0, 0, workers=2, batch=3) + data.samples(0, 1, workers=2, batch=3))
@@ -70,7 +74,7 @@ class SelDP(_Chunks):
 
 
 class DefDP(_Chunks):
-    """Each worker only ever reads its own chunk of the data, which are shuffled once: the usual way, to compare with.
+    """Each worker reads only its own chunk of the data, which are shuffled once. This is the usual partitioning.
 
     >>> data = DefDP(size=6)
     >>> sorted(data.samples(0, 0, workers=2, batch=3)) == sorted(data.samples(1, 0, workers=2, batch=3))
@@ -86,12 +90,13 @@ class DefDP(_Chunks):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSplit:
-    """Label-skewed data, for experiments: every sample belongs to one worker, who only ever reads its own.
+    """Label-skewed data, for experiments: every sample belongs to one worker, and a worker reads only its own.
 
-    With ``per_worker``, each worker has so many labels (1 if nothing is said): they are dealt round robin, workers
-    that have the same label share its samples evenly, and labels that would be left over are dealt on, one by one.
-    With ``concentration`` instead, each label is spread over the workers by shares from a Dirichlet distribution: the
-    smaller, the more skewed; a worker that came out with nothing gets a sample of the one that has most.
+    ``labels`` has one label for each sample. With ``per_worker``, each worker has so many labels (1 by default): they
+    are dealt round robin, workers that have the same label share its samples evenly, and labels that would be left over
+    are dealt on, one by one. With ``concentration`` instead, each label is spread over the workers by shares from a
+    Dirichlet distribution: the smaller, the more skewed. A worker that would have no sample gets one of the worker
+    that has most. Raises ``UsageError`` for settings that make no sense.
 
     >>> split = LabelSplit(labels=[0, 1, 0, 1], per_worker=1)
     >>> [sorted(split.samples(0, worker, workers=2, batch=2)) for worker in range(2)]
@@ -115,7 +120,7 @@ class LabelSplit:
                 f"labels of shape {labels.shape} are no list of labels", hint="one label for each sample, in order"
             )
         kinds, numbers = np.unique(labels, return_inverse=True)
-        numbers = numbers.astype("<i8")  # what matters is which samples have the same label, and the labels' order
+        numbers = numbers.astype("<i8")  # only equality and order of labels matter
         numbers.flags.writeable = False
         if self.concentration is None:
             wanted = 1 if self.per_worker is None else self.per_worker
@@ -132,7 +137,7 @@ class LabelSplit:
         object.__setattr__(self, "digest", hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest())
 
     def part(self, worker: int, *, workers: int) -> list[int]:
-        """All samples that belong to a worker."""
+        """Return all samples that belong to a worker, sorted."""
         check_place(self.size, 0, worker, workers, 1)
         return sorted(_dealt(self, workers)[worker].tolist())
 
@@ -146,7 +151,7 @@ class LabelSplit:
 
 
 def batches(partition: Partition, *, worker: int, workers: int, batch: int, start: int = 0) -> Iterator[list[int]]:
-    """Batch after batch without end, from step ``start`` on: a batch sampler for a hand-written loop.
+    """Yield a worker's batches without end, from step ``start`` on: a batch sampler for a hand-written loop.
 
     ``DataLoader(data, batch_sampler=batches(SelDP(size=len(data)), worker=rank, workers=4, batch=32))``
 
@@ -166,7 +171,7 @@ def batches(partition: Partition, *, worker: int, workers: int, batch: int, star
 
 
 def check_place(size: int, step: int, worker: int, workers: int, batch: int) -> None:
-    """Refuses what no partition can answer."""
+    """Raise ``UsageError`` for arguments of ``Partition.samples`` that no partition can answer."""
     whole("step", step, least=0)
     whole("workers", workers, least=1)
     whole("batch", batch, least=1)
@@ -178,13 +183,17 @@ def check_place(size: int, step: int, worker: int, workers: int, batch: int) -> 
 
 
 def _positions(step: int, batch: int, *, longest: int) -> tuple[int, Numbers]:
-    """Which pass over ``longest`` samples a step belongs to, and its positions in it, which may be beyond the end."""
+    """Return the pass over ``longest`` samples that a step belongs to, and its positions in it.
+
+    Positions beyond the end mean the begin of the pass, to fill up the last batch.
+    """
     turn, index = divmod(step, -(-longest // batch))
     return turn, np.arange(index * batch, (index + 1) * batch, dtype=np.uint64)
 
 
 def _span(size: int, chunk: int, chunks: int) -> range:
-    """
+    """Return the part of the shuffled data that is a chunk.
+
     >>> [len(_span(10, chunk, 4)) for chunk in range(4)]
     [2, 3, 2, 3]
     """
@@ -192,7 +201,7 @@ def _span(size: int, chunk: int, chunks: int) -> range:
 
 
 def _chunk(data: SelDP | DefDP, chunk: int, chunks: int, turn: int, positions: Numbers) -> list[int]:
-    """Samples of a chunk of the shuffled data, in the order that the chunk has in this turn."""
+    """Return samples of a chunk, in the order that the chunk has in this turn."""
     span = _span(data.size, chunk, chunks)
     within = permuted(positions % np.uint64(len(span)), len(span), seed_of(data.seed, "chunk", chunk, chunks, turn))
     return permuted(within + np.uint64(span.start), data.size, seed_of(data.seed, "chunks")).tolist()
@@ -200,7 +209,7 @@ def _chunk(data: SelDP | DefDP, chunk: int, chunks: int, turn: int, positions: N
 
 @lru_cache(maxsize=16)
 def _dealt(split: LabelSplit, workers: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """The samples of each worker."""
+    """Return the samples of each worker. The last results are kept: this reads all labels."""
     labels = np.asarray(split.labels)
     random = np.random.RandomState([seed_of(split.seed, "deal", workers) >> shift & 0xFFFFFFFF for shift in (0, 32)])
     piles: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(workers)]
@@ -223,7 +232,7 @@ def _dealt(split: LabelSplit, workers: int) -> tuple[npt.NDArray[np.int64], ...]
 
 
 def _shares(split: LabelSplit, labels: int, workers: int, random: np.random.RandomState) -> npt.NDArray[np.float64]:
-    """How much of each label each worker has: a row for each label."""
+    """Return the share of each label that each worker has: a row for each label."""
     if split.concentration is None:
         return _round_robin(labels, workers, split.per_worker or 1)
     # RandomState: the one generator of which NumPy promises that its numbers never change.
@@ -235,7 +244,8 @@ def _shares(split: LabelSplit, labels: int, workers: int, random: np.random.Rand
 
 
 def _round_robin(labels: int, workers: int, per_worker: int) -> npt.NDArray[np.float64]:
-    """
+    """Return the shares of labels that are dealt round robin, ``per_worker`` to each worker.
+
     >>> _round_robin(3, 2, 1)
     array([[1., 0.],
            [0., 1.],

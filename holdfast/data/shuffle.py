@@ -20,7 +20,7 @@ ROUNDS = 6  # of the network: chi-squared tests see no pattern; another number w
 
 
 def _mix(values: Numbers, key: np.uint64) -> Numbers:
-    """A well-known 64-bit finaliser: every input bit moves every output bit."""
+    """Hash numbers with splitmix64's finaliser: every bit of the input changes every bit of the output."""
     values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -28,7 +28,7 @@ def _mix(values: Numbers, key: np.uint64) -> Numbers:
 
 
 def shuffled(positions: range, size: int, key: int) -> list[int]:
-    """Where the shuffle of ``range(size)`` with this key puts these positions.
+    """Return where the shuffle of ``range(size)`` with this ``key`` puts a range of positions.
 
     >>> sorted(shuffled(range(10), 10, key=7))
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -40,7 +40,9 @@ def shuffled(positions: range, size: int, key: int) -> list[int]:
     values = np.arange(positions.start, positions.stop, dtype=np.uint64)
     outside = np.ones(len(values), dtype=bool)
     with np.errstate(over="ignore"):
-        while outside.any():  # walk along the cycle until we are back below ``size``
+        # The network permutes a power of four that is at least ``size``. A value that lands outside goes through it
+        # again, until it is inside: that keeps it a permutation.
+        while outside.any():
             left, right = values[outside] >> np.uint64(half), values[outside] & mask
             for round_key in keys:
                 left, right = right, left ^ (_mix(right, round_key) & mask)
@@ -50,7 +52,9 @@ def shuffled(positions: range, size: int, key: int) -> list[int]:
 
 
 def permuted(positions: Numbers, size: int, key: int) -> Numbers:
-    """Where the shuffle of ``range(size)`` with this key puts these positions.
+    """Return where another shuffle of ``range(size)`` with this ``key`` puts any positions.
+
+    The network runs over a grid of rows and columns that is hardly larger than ``size``, with sums in place of bits.
 
     >>> sorted(permuted(np.arange(7, dtype=np.uint64), 7, key=3).tolist())
     [0, 1, 2, 3, 4, 5, 6]
@@ -61,7 +65,7 @@ def permuted(positions: Numbers, size: int, key: int) -> Numbers:
     keys = np.frombuffer(digest, dtype="<u8")
     values = positions.astype(np.uint64)
     outside = np.arange(len(values))
-    while len(outside):  # in the last row: walk along the cycle until we are back below ``size``
+    while len(outside):  # values beyond ``size``, in the last row, go through it again, as in ``shuffled``
         row, column = np.divmod(values[outside], columns)
         for one, other in zip(keys[::2], keys[1::2], strict=True):
             row = (row + _stirred(column, one)) % rows
@@ -73,7 +77,7 @@ def permuted(positions: Numbers, size: int, key: int) -> Numbers:
 
 
 def _stirred(values: Numbers, key: np.uint64) -> Numbers:
-    """48 bits that look like chance; arrays of numbers overflow silently, as is meant here."""
+    """Hash numbers to 48 bits. Products overflow on purpose, and for arrays silently."""
     values = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
     return values >> np.uint64(16)

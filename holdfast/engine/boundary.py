@@ -1,7 +1,8 @@
-"""What goes from one layer to the next: made such that it does not matter whether a wire is between them.
+"""The tensors at a boundary between two layers, laid out in memory as if they had been sent to another worker.
 
-Operators may take another way, with another last bit, for a tensor that lies differently in memory. So in
-exact mode every tensor at a boundary lies as it would after having been sent, and so does its gradient.
+Operators may compute in another way, with another last bit, for a tensor with other strides or another alignment. So in
+exact mode every tensor at a boundary gets the layout that it would have after having been sent, and so does its
+gradient: then it does not matter which boundaries are between two workers.
 """
 
 from __future__ import annotations
@@ -10,13 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-ALIGNMENT = 64  # bytes; what torch gives to a tensor of its own
+ALIGNMENT = 64  # bytes; torch aligns the memory of every new tensor like this, vector instructions need it
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the distinct tensors in nested tuples, lists and dicts, in order.
+
+    >>> x = torch.zeros(2)
+    >>> len(tensors_in({"twice": (x, x), "mask": torch.ones(2) > 0, "scale": 0.5}))
+    2
+    """
+    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
 def settled(value: Any) -> Any:
-    """The value with each tensor dense, aligned and in memory of its own, and its gradient brought into its order.
+    """Return a layer's output with each tensor dense, aligned and in memory of its own, as if it had been received.
+
+    Each tensor's gradient will get the strides of the tensor.
 
     >>> x = torch.arange(6.0).view(2, 3).expand(4, 2, 3)
     >>> settled((x, "mask"))[0].stride()
@@ -25,14 +38,14 @@ def settled(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _settled(value, apart=False)
     known: dict[int, Tensor] = {}  # a tensor that is there twice stays one
-    memory: set[int] = set()
+    memory: set[int] = set()  # storages that were met: a second tensor in one of them is sent by itself
 
     def settle(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in known:
             address = _address(leaf)
-            known[id(leaf)] = _settled(leaf, apart=address in memory)  # a view of another one is sent by itself
+            known[id(leaf)] = _settled(leaf, apart=address in memory)
             memory.add(address)
         return known[id(leaf)]
 
@@ -40,7 +53,8 @@ def settled(value: Any) -> Any:
 
 
 def _settled(tensor: Tensor, *, apart: bool) -> Tensor:
-    if apart or tensor._is_view() or not lies_well(tensor):  # a write into a view would go into what it is a view of
+    """Return the tensor, or a clone if it lies otherwise than it should, or must be ``apart`` from another one."""
+    if apart or tensor._is_view() or not lies_well(tensor):  # writing into a view changes its base
         tensor = tensor.clone()  # keeps the order of dimensions where the tensor is dense
     if tensor.requires_grad and not tensor.is_leaf:
         stride = tensor.stride()
@@ -49,11 +63,12 @@ def _settled(tensor: Tensor, *, apart: bool) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
+    """Identify a tensor's storage."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def lies_well(tensor: Tensor) -> bool:
-    """Whether the tensor fills its memory without gaps, from an aligned address on."""
+    """Return whether a tensor is dense (fills its memory without gaps) and begins at an aligned address."""
     if tensor.layout is not torch.strided:
         return True
     if tensor.data_ptr() % ALIGNMENT or tensor.is_conj() or tensor.is_neg():
@@ -62,7 +77,7 @@ def lies_well(tensor: Tensor) -> bool:
 
 
 def like(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The gradient, lying as its tensor does."""
+    """Return a gradient with these strides, and aligned: itself if it has them, else a copy."""
     if gradient.layout is not torch.strided:
         return gradient
     if gradient.stride() == stride and gradient.data_ptr() % ALIGNMENT == 0:
@@ -72,12 +87,12 @@ def like(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def unshared(gradient: Tensor | None) -> Tensor | None:
-    """A gradient in memory of its own.
+    """Return a gradient in memory of its own: itself, or a clone if another tensor has the same memory.
 
-    Autograd may give several gradients the same memory (of x and weight in x + weight.view(x.shape)), and would
-    add the next micro-batch's to all of them at once, even while one is still being sent, or kept.
+    Autograd may give several gradients the same memory (of x and weight in x + weight.view(x.shape)). It would then
+    add the next micro-batch's gradient to all of them at once, even while one of them is being sent.
     """
     if gradient is None or gradient.layout is not torch.strided:
         return gradient
-    users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    return gradient if users <= 2 else gradient.clone()  # the gradient itself, and who counts
+    users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # the gradient, and the call here
+    return gradient if users <= 2 else gradient.clone()

@@ -11,44 +11,49 @@ from holdfast.errors import UsageError
 
 
 class Collector:
-    """Listens to all trained parameters of a model. Without a reduction nothing is collected."""
+    """Listens to all trained parameters of a model, and tells a reduction when their gradients are there.
+
+    Outside of ``begin`` and ``end`` nothing is collected.
+    """
 
     def __init__(self, model: LayeredModel) -> None:
         self.reduction: Reduction | None = None
-        self._position: dict[int, int] = {}  # parameter → the place of its bucket
-        self._last = False
-        self._ready: set[int] = set()  # parameters whose gradient of the current micro-batch is there
+        self._position: dict[int, int] = {}  # id of a parameter → the position of its bucket
+        self._last = False  # whether the current micro-batch is the last one of this worker's share
+        self._ready: set[int] = set()  # ids of parameters whose gradient of the current micro-batch is there
         for layer in model.layers:
             for p in layer.parameters():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
 
     def begin(self, reduction: Reduction) -> None:
+        """Collect for this reduction from now on."""
         self.reduction = reduction
         buckets = enumerate(reduction.buckets)
         self._position = {id(p): place for place, bucket in buckets for p in bucket.parameters}
 
     def micro_batch(self, *, last: bool) -> None:
-        """The backward pass of the next micro-batch comes; with the last one, gradients are whole."""
+        """Prepare for the backward pass of the next micro-batch. With the ``last`` one, sums are complete."""
         self._last = last
         self._ready.clear()
 
     def stop(self) -> None:
-        """Nothing happens any more in the last reduction; its gradients stay."""
+        """Stop the reduction; its gradients stay."""
         if self.reduction is not None:
             self.reduction.stop()
 
     def end(self) -> None:
-        """Gives up the gradients of the last reduction, whether it ended well or broke."""
+        """End the reduction and give up its gradients, whether it ended well or broke."""
         reduction, self.reduction = self.reduction, None
         if reduction is not None:
             reduction.release()
 
     def _gradient_ready(self, p: torch.Tensor) -> None:
+        """Called by autograd when a parameter has its gradient. Raises out of the backward pass what is wrong."""
         reduction = self.reduction
         if reduction is None:
             return
-        reduction.group.check()  # leaves the backward pass at once when the generation is over
+        reduction.group.check()  # raises ``Broken`` when the generation is over: no need to compute the rest
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise UsageError("a sparse gradient cannot be summed with others'", hint="nn.Embedding(…, sparse=False)")
         if id(p) in self._ready:

@@ -1,4 +1,4 @@
-"""Where gradients are kept: parameters in buckets, and for each bucket slabs that can be added up."""
+"""Keeps gradients: parameters are grouped in buckets, and a slab has one gradient of each parameter of a bucket."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-BUCKET_BYTES = 4 * 2**20
-SMALL_BYTES = 2**18  # below this, a message more costs as much as it hides
-ALIGNMENT = 16  # elements: a cache line of float32
+BUCKET_BYTES = 4 * 2**20  # most bytes of a bucket: large enough for full bandwidth, small enough to start early
+SMALL_BYTES = 2**18  # no bucket is cut to less: one more message would cost as much time as it hides
+ALIGNMENT = 16  # elements; for float32 that is a cache line, on which vector instructions are fastest
 
 
 @dataclass(eq=False)
 class Slab:
-    """A gradient of each of a bucket's parameters, which may lie side by side, as they are sent."""
+    """One gradient of each of a bucket's parameters. ``memory`` has them side by side, if they are to be sent."""
 
     views: list[torch.Tensor]
     memory: torch.Tensor | None = None
 
     @property
     def flat(self) -> torch.Tensor:
+        """All gradients as one tensor."""
         assert self.memory is not None, "only what is flat can be sent"
         return self.memory
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients travel together, who sums them, and a pool of slabs for partial sums.
+    """Parameters whose gradients are sent together, the ranks that sum them, and a pool of slabs for partial sums.
 
-    ``number`` is the same on every worker, whichever buckets it has; ``ranks`` are in the order of their micro-batches.
+    ``number`` is the same on every worker, whichever buckets it has. ``ranks`` are in the order of their micro-batches.
     """
 
     number: int
     parameters: list[nn.Parameter]
     ranks: tuple[int, ...] = (0,)
-    free: list[Slab] = field(default_factory=list)
-    scratch: torch.Tensor | None = None
+    free: list[Slab] = field(default_factory=list)  # the pool: slabs that nobody uses, kept from step to step
+    scratch: torch.Tensor | None = None  # memory to receive others' partial sums into
 
     def __post_init__(self) -> None:
         self.size = sum(_padded(p) for p in self.parameters)
 
     def take(self) -> Slab:
+        """Take a slab with memory from the pool, or make one. Its values are whatever was left there."""
         if self.free:
             return self.free.pop()
         first = self.parameters[0]
@@ -54,11 +56,11 @@ class Bucket:
         return Slab(views, flat)
 
     def gather(self) -> Slab:
-        """Takes the parameters' gradients as they are; one that was not used has a gradient of zero."""
+        """Take the parameters' gradients as they are. A parameter that was not used has a gradient of zero."""
         return Slab([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
 
     def flatten(self, slab: Slab) -> Slab:
-        """Side by side, so that slices can be sent."""
+        """Return the slab's gradients side by side in memory, so that slices of it can be sent."""
         if slab.memory is not None:
             return slab
         flat = self.take()
@@ -66,22 +68,24 @@ class Bucket:
         return flat
 
     def attach(self, slab: Slab) -> None:
-        """Makes the slab the parameters' gradients."""
+        """Make the slab's values the parameters' gradients."""
         for p, view in zip(self.parameters, slab.views, strict=True):
             p.grad = view
 
     def forget(self) -> None:
+        """Leave the parameters without gradients."""
         for p in self.parameters:
             p.grad = None
 
     def add(self, left: Slab, right: Slab) -> Slab:
+        """Add ``right`` to ``left`` in place and return that; ``right`` goes back to the pool."""
         torch._foreach_add_(left.views, right.views)
         if right.memory is not None:
             self.free.append(right)
         return left
 
     def receiving(self, elements: int) -> torch.Tensor:
-        """Room for what others send, kept from step to step."""
+        """Return memory for what others send. It is kept from step to step."""
         if self.scratch is None or self.scratch.numel() < elements:
             first = self.parameters[0]
             self.scratch = torch.empty(elements, dtype=first.dtype, device=first.device)
@@ -89,23 +93,24 @@ class Bucket:
 
 
 def _like(flat: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
-    """The memory as a gradient that lies as its parameter: fused optimizers pair the two by memory, not by index."""
+    """Return the memory as a gradient with the parameter's strides: fused optimizers pair elements by memory."""
     dense = torch.empty_like(p, device="meta").stride() == p.stride()
     return flat.as_strided(p.shape, p.stride()) if dense else flat.view_as(p)
 
 
 def _padded(p: nn.Parameter) -> int:
-    """Elements a parameter takes in a slab: vector instructions are slower on unaligned memory."""
+    """Return the elements that a parameter takes in a slab, so that the next one is aligned."""
     return -(-p.numel() // ALIGNMENT) * ALIGNMENT
 
 
 def make_buckets(
     groups: Sequence[tuple[tuple[int, ...], Sequence[nn.Parameter]]], limit: int | None = None
 ) -> list[Bucket]:
-    """Buckets in the order in which the backward pass completes them: last parameters first.
+    """Group parameters in buckets, in the order in which the backward pass completes them: last parameters first.
 
-    A group is parameters in order, and the ranks that hold them. A small one is cut too, so that the first sums are
-    under way while the rest is computed.
+    Each of the ``groups`` is ranks, and the parameters that these hold, in the order of the layers. ``limit`` is the
+    most bytes of a bucket; by default a quarter of the group, within limits, so that the first sums are under way
+    while the rest is computed. A bucket's parameters have one type and one device.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> [bucket.size for bucket in make_buckets([((0,), list(model.parameters()))], limit=80)]

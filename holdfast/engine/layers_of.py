@@ -1,4 +1,4 @@
-"""``holdfast.layers_of``: a model that exists already, cut into the layers that ``Run`` executes."""
+"""``holdfast.layers_of``: cuts an existing model into the layers that a ``Run`` executes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from holdfast.engine.hf.families import what_can_be_cut
 from holdfast.engine.hf.split import from_transformers, layers_of_transformers
 from holdfast.errors import UsageError
 
+# The hint of every refusal.
 YOURSELF = "pass layers=[...] yourself: modules, of which each takes what the one before it gives"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutModel:
-    """A model, and the layers it consists of; their parameters are the model's own."""
+    """A model and the layers that it was cut into. The layers' parameters are the model's own."""
 
-    module: nn.Module  # whose names are kept
-    layers: list[nn.Module]  # run one after the other
+    module: nn.Module  # the whole model: names of parameters are those it has here
+    layers: list[nn.Module]  # to be run one after the other
 
 
 def layers_of(model: nn.Module) -> CutModel:
-    """Cuts a model into layers; all names in its ``state_dict()`` stay as they are.
+    """Cut a model into layers. All names in its ``state_dict()`` stay as they are.
 
     An ``nn.Sequential`` or ``nn.ModuleList`` is cut at its items. GPT-2, Llama and BERT of transformers (tested with
     5.0.0, 5.10.4 and 5.22.2) are cut into the embedding, each block, and the final norm with the head. Their first
     layer takes what the data set gives as input: ``input_ids``, or a tuple ``(input_ids, attention_mask)``, or a
-    dict with these names (GPT-2 and BERT also know ``token_type_ids``). The last layer gives the logits, or what
-    else the model gives, as a tuple if it is more than one thing. Tied weights stay tied. What cannot be cut is
-    refused.
+    dict with these names (GPT-2 and BERT also know ``token_type_ids``). The last layer gives what the model gives,
+    such as logits; as a tuple if that is more than one thing. Tied weights stay tied.
+
+    Raises ``UsageError`` if the model cannot be cut, with the reason.
 
     >>> cut = layers_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
     >>> len(cut.layers), list(cut.module.state_dict())
@@ -59,7 +61,7 @@ def _items(model: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
 
 
 def _check_complete(model: nn.Module, layers: list[nn.Module]) -> None:
-    """A tensor that no layer has would be neither trained, nor sent to another worker."""
+    """Refuse a model with a tensor that is in no layer: it would be neither trained, nor sent to other workers."""
     covered = {id(tensor) for layer in layers for _, tensor in _tensors(layer)}
     missed = [name for name, tensor in _tensors(model) if id(tensor) not in covered]
     if missed:

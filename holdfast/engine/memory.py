@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-KEEP_BYTES = 2**30
-LARGEST_KEPT = 32 * 2**20  # glibc accepts no more
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's settings, from its malloc.h
+KEEP_BYTES = 2**30  # of freed memory at most: more than a step on a CPU usually needs
+LARGEST_KEPT_BYTES = 32 * 2**20  # larger allocations are always given back: glibc accepts no higher limit
 
 
 def keep_freed_memory() -> bool:
-    """Tells the C library not to give freed memory back to the kernel; false where that is not known.
+    """Tell the C library not to give freed memory back to the kernel; return whether it accepted that.
 
-    A step asks for the same activations and gradients as the one before. Given back in between, they
-    come as thousands of page faults: 5 ms of a 115 ms step where this was measured.
+    A step needs memory for the same activations and gradients as the one before. If that is given back in between, each
+    step begins with thousands of page faults: 5 ms of a 115 ms step where this was measured.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # not glibc
         return False
-    return bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT))
+    return bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES))

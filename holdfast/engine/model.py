@@ -1,4 +1,4 @@
-"""The model as a list of layers: the unit of state, and the place where random numbers are seeded."""
+"""The model as a list of layers. A layer is what state is moved by, and what random numbers are seeded for."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Layers = nn.Module | Iterable[nn.Module | Callable[[], nn.Module]] | CutModel
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
-    """What moves from worker to worker together: a layer's own tensors, or what several layers share."""
+    """Tensors that move from worker to worker together: a layer's own, or those that several layers share."""
 
-    number: int
-    layers: frozenset[int]
+    number: int  # of a layer's own tensors: the layer's number
+    layers: frozenset[int]  # that need these tensors
     parameters: tuple[nn.Parameter, ...]
     buffers: tuple[Tensor, ...]
 
@@ -33,11 +33,13 @@ class Unit:
 
 
 class LayeredModel:
-    """Runs layers one after the other, each with the random numbers of its place.
+    """A model as layers that are run one after the other, each with random numbers of its own.
 
-    A ``nn.Sequential`` or a list is cut at its items; any other module is one layer. Names of
-    parameters are those of the module that was given. A layer may also be a function that makes it, with
-    the random numbers of its place: then it is made where it is held, and takes no memory elsewhere.
+    A ``nn.Sequential`` or a list is cut at its items; any other module is one layer. Names of parameters are those of
+    the module that was given. A layer may also be a function that makes it: then it takes memory only on workers that
+    hold it. Raises ``UsageError`` for anything else, and if there is no parameter to train.
+
+    A layer that this worker does not *hold* keeps its tensors' shapes, but has no memory.
 
     >>> model = LayeredModel([nn.Linear(2, 2), nn.ReLU()], seed=0, device=torch.device("cpu"))
     >>> len(model.layers), list(model.module.state_dict())
@@ -51,21 +53,22 @@ class LayeredModel:
     def __init__(self, layers: Layers, *, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.device = device
-        self._makers: dict[int, Callable[[], nn.Module]] = {}
-        self._strides: dict[int, tuple[int, ...]] = {}  # of each tensor where it has memory
+        self._makers: dict[int, Callable[[], nn.Module]] = {}  # layer → the function that makes it
+        self._strides: dict[int, tuple[int, ...]] = {}  # id of a tensor → its strides when it has memory
         self.module, self.layers = self._read(layers)
         self.trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.aliases = alias_shared(self.module, self.layers)
         self.units = _units(self.layers, self.aliases)
         tensors = [tensor for unit in self.units for tensor in unit.tensors]
         self._strides = {id(tensor): self._strides.get(id(tensor), tensor.stride()) for tensor in tensors}
-        # The numbers of the units whose tensors have memory: none that can be made, until it is needed.
+        # The numbers of the units whose tensors have memory. Units of layers that are made get it when they are held.
         self._real = {unit.number for unit in self.units if not self.can_make(unit)}
         self.held = {n for n in range(len(self.layers)) if all(map(self.is_held, self.units_of([n])))}
         if not self.trainable:
             raise UsageError("the model has no parameter to train", hint="check requires_grad")
 
     def _read(self, layers: Layers) -> tuple[nn.Module, list[nn.Module]]:
+        """Return the whole module and its layers, with weights tied that are marked so."""
         if isinstance(layers, CutModel):
             return layers.module.to(self.device), list(layers.layers)
         given: Sequence[nn.Module | Callable[[], nn.Module]]
@@ -82,7 +85,7 @@ class LayeredModel:
         return module, found
 
     def _made(self, listed: Sequence[nn.Module | Callable[[], nn.Module]]) -> nn.Module:
-        """Functions are called, one after the other, and what they make gives its memory back at once."""
+        """Put layers into a module. Functions are called one by one; each result loses its memory before the next."""
         made: list[nn.Module] = []
         for number, given in enumerate(listed):
             if isinstance(given, nn.Module):
@@ -100,6 +103,7 @@ class LayeredModel:
         return nn.Sequential(*made)
 
     def _make(self, number: int) -> nn.Module:
+        """Call a layer's function with the random numbers of this layer: every worker makes the same weights."""
         with undisturbed_generators():
             seed_everything(seed_of(self.seed, "make", number), self.device)
             layer = self._makers[number]()
@@ -117,7 +121,11 @@ class LayeredModel:
     def forward(
         self, x: Any, layers: range, *, step: int | str, index: int, between: Callable[[], None], exact: bool = True
     ) -> Any:
-        """What these layers make of ``x`` in micro-batch (step, index); ``between`` is called before each."""
+        """Run ``layers`` on ``x``, with the random numbers of micro-batch ``index`` of ``step``.
+
+        ``between`` is called before each layer, and may raise to end the pass. With ``exact``, tensors between layers
+        are laid out as if they had been sent (``boundary.settled``).
+        """
         for number in layers:
             between()
             seed_torch(seed_of(self.seed, step, index, number), self.device)
@@ -127,34 +135,35 @@ class LayeredModel:
         return x
 
     def __call__(self, x: Any) -> Any:
-        """The output, with whatever random numbers come."""
+        """Return the whole model's output for ``x``, without seeding random numbers."""
         for layer in self.layers:
             x = layer(x)
         return x
 
     def train(self, mode: bool = True) -> None:
-        """As ``nn.Module.train``; a layer may have copies of modules that it shares with another."""
+        """Set the mode, as ``nn.Module.train`` does."""
         self.module.train(mode)
-        if self.aliases:
+        if self.aliases:  # a layer may have copies of modules that it shares with another one
             for layer in self.layers:
                 layer.train(mode)
 
     # --- what is held ----------------------------------------------------------------------------
 
     def units_of(self, layers: Iterable[int]) -> list[Unit]:
-        """What these layers need, in order."""
+        """Return the units that these layers need, in order."""
         wanted = set(layers)
         return [unit for unit in self.units if unit.layers & wanted]
 
     def is_held(self, unit: Unit) -> bool:
+        """Return whether a unit's tensors have memory on this worker."""
         return unit.number in self._real
 
     def can_make(self, unit: Unit) -> bool:
-        """Whether every worker can make the unit's first values for itself."""
+        """Return whether every worker can make the unit's first values by itself, with its layer's function."""
         return min(unit.layers) in self._makers
 
     def hold(self, layers: Iterable[int]) -> None:
-        """Gives these layers memory; what is in it has to be written, or made."""
+        """Give these layers memory. Its values are undefined: the caller has to write them, or call ``make``."""
         layers = set(layers)
         for unit in self.units_of(layers):
             if unit.number not in self._real:
@@ -167,7 +176,7 @@ class LayeredModel:
         self._follow()
 
     def release(self, layers: Iterable[int]) -> None:
-        """Takes memory back from what only these layers need. Shapes stay; values are NaN, so that a use is seen."""
+        """Take the memory of units that only these layers need. Shapes stay; values are NaN, so that a use is seen."""
         gone = set(layers)
         self.held -= gone
         for unit in self.units_of(gone):
@@ -179,7 +188,7 @@ class LayeredModel:
 
     @torch.no_grad()
     def make(self, units: Iterable[Unit]) -> None:
-        """Fills held units with their first values, as the functions that make their layers give them."""
+        """Give held units their first values, those that the functions of their layers make."""
         by_home: dict[int, list[Unit]] = {}
         for unit in units:
             by_home.setdefault(min(unit.layers), []).append(unit)
@@ -191,20 +200,20 @@ class LayeredModel:
                     tensor.copy_(fresh[names[id(tensor)]])
 
     def make_whole(self) -> None:
-        """Holds all layers; those that have no memory yet are made."""
+        """Hold all layers, and make those that had no memory."""
         missing = [unit for unit in self.units if not self.is_held(unit)]
         self.hold(range(len(self.layers)))
         self.make(missing)
 
     def _follow(self) -> None:
-        """Aliases live where their weight lives."""
+        """Let each alias of a shared weight use the weight's present memory."""
         for alias, primary in self.aliases:
             alias.data = primary.data
 
     # --- views -----------------------------------------------------------------------------------
 
     def parts(self) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
-        """Parameters and buffers of each layer; what several layers share belongs to the first."""
+        """Return parameters and buffers of each layer. Those that several layers share belong to the first one."""
         found: list[tuple[list[nn.Parameter], list[Tensor]]] = [([], []) for _ in self.layers]
         for unit in self.units:
             parameters, buffers = found[min(unit.layers)]
@@ -213,7 +222,7 @@ class LayeredModel:
         return found
 
     def buffer_versions(self) -> dict[str, tuple[Tensor, int]]:
-        """Changes whenever a forward pass writes into a buffer, or puts another in its place."""
+        """Return something that changes whenever a forward pass writes into a buffer, or replaces it."""
         return {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
 
 
@@ -222,7 +231,7 @@ def _no_layers() -> UsageError:
 
 
 def _units(layers: Sequence[nn.Module], aliases: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> tuple[Unit, ...]:
-    """One for each layer, and one for each set of layers that share something."""
+    """Make a unit for each layer's own tensors, and one for each set of layers that share some."""
     primaries = {id(alias): primary for alias, primary in aliases}
     users: dict[int, set[int]] = {}
     tensors: dict[int, Tensor] = {}
@@ -248,7 +257,7 @@ def _units(layers: Sequence[nn.Module], aliases: Sequence[tuple[nn.Parameter, nn
 
 
 def _filler(tensor: Tensor) -> Tensor:
-    """One value in place of all: nearly no memory, and no number that could be taken for a weight."""
+    """Return a tensor of the same shape with one value for all elements: nearly no memory, and NaN if it can be."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
@@ -268,5 +277,5 @@ def _parameter(whole: nn.Module, name: str, user: int) -> nn.Parameter:
 
 
 def _is_plain_list(module: nn.Module) -> TypeGuard[nn.Sequential | nn.ModuleList]:
-    """A subclass of nn.Sequential with a forward of its own is one layer: only it knows what it does."""
+    """Return whether a module only runs its items in order. One with a ``forward`` of its own may do anything."""
     return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward

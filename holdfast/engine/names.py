@@ -1,4 +1,4 @@
-"""The names of a model's tensors, and which of them are here: every worker knows all names, and holds some layers."""
+"""The names of a model's tensors, and which of them this worker has: it knows all names, but holds some layers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from torch import Tensor, nn
 
 from holdfast.engine.model import LayeredModel, Unit
 
-Held = Callable[[Unit], bool]
+Held = Callable[[Unit], bool]  # whether this worker holds a unit
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Named:
-    """What a name stands for. A tied weight has several names, and is the same ``tensor`` under each of them.
+    """A value of the module by its name. A tied weight has several names, and the same ``tensor`` under each.
 
-    ``layers`` are those that need it: whoever holds one of them has it. None: it belongs to no layer,
-    and everybody has it.
+    Whoever holds one of ``layers`` has it. If these are none, it belongs to no layer, and every worker has it.
     """
 
     value: Any
-    tensor: Tensor | None  # None: a module's extra state, which is something else
-    layers: frozenset[int]
-    held: bool
+    tensor: Tensor | None  # None: no tensor but a module's extra state
+    layers: frozenset[int]  # that need it
+    held: bool  # whether this worker has it
 
 
 class Names:
-    """Finds for every name of the whole module the layers that it belongs to. Who asks says which units are held.
+    """Finds the layers that each name of the whole module belongs to. The caller says which units are held.
 
     >>> import torch
     >>> model = LayeredModel([nn.Linear(1, 1), nn.Linear(1, 1)], seed=0, device=torch.device("cpu"))
@@ -43,18 +42,18 @@ class Names:
         self._units = {id(tensor): unit for unit in model.units for tensor in unit.tensors}
 
     def saved(self, held: Held) -> dict[str, Named]:
-        """What the module's ``state_dict`` lists, in its order."""
+        """Return what the module's ``state_dict`` lists, in its order."""
         listed = self._model.module.state_dict(keep_vars=True)
         return {name: self._named(name, value, held) for name, value in listed.items()}
 
     def transient(self, held: Held) -> dict[str, Named]:
-        """Buffers that the module does not want to be saved."""
+        """Return the buffers that are not in ``state_dict`` (``persistent=False``)."""
         saved = self._model.module.state_dict(keep_vars=True)
         buffers = self._model.module.named_buffers()
         return {name: self._named(name, buffer, held) for name, buffer in buffers if name not in saved}
 
     def extra(self) -> dict[int, list[str]]:
-        """What modules save beside their tensors (extra state), by the unit that it goes with."""
+        """Return the names of extra state, which modules save beside their tensors, by the unit that it moves with."""
         found: dict[int, list[str]] = {}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
             if id(self._primaries.get(id(value), value)) not in self._units and (layers := self._layers_with(name)):
@@ -62,14 +61,14 @@ class Names:
         return found
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer has, in its order, each by the first of its names."""
+        """Return the parameters that the optimizer has, in its order, each by the first of its names."""
         names: dict[int, str] = {}
         for name, p in self._model.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(self._primaries.get(id(p), p)), name)
         return {names[id(p)]: p for p in self._model.trainable}
 
     def has(self, p: Tensor, held: Held) -> bool:
-        """Whether a parameter of the optimizer's is held; what belongs to no layer is, by everybody."""
+        """Return whether a parameter is held. Every worker holds what belongs to no layer."""
         unit = self._units.get(id(p))
         return unit is None or held(unit)
 
@@ -77,18 +76,21 @@ class Names:
         tensor = self._primaries.get(id(value), value)
         unit = self._units.get(id(tensor))
         layers = self._layers_with(name) if unit is None else unit.layers
-        # Of what is no tensor of a layer's, whoever holds the layer's own tensors has it.
+        # Extra state is in no unit. It is held with the unit of its layer, which has the layer's number.
         owners = [unit] if unit is not None else [self._model.units[layer] for layer in layers]
         here = any(map(held, owners)) or not owners
         return Named(value=value, tensor=tensor if isinstance(tensor, Tensor) else None, layers=layers, held=here)
 
     def _layers_with(self, name: str) -> frozenset[int]:
-        """The layers whose module gives a name that is no tensor of theirs, such as extra state."""
+        """Return the layers that a name without a tensor, such as extra state, belongs to.
+
+        A name is a path of modules and a last word. The innermost of these modules that is part of any layer decides.
+        """
         path = name.split(".")[:-1]
         for length in range(len(path), -1, -1):
             try:
                 owner = self._model.module.get_submodule(".".join(path[:length]))
-            except AttributeError:  # a name that a module's hook made up
+            except AttributeError:  # a hook of ``state_dict`` made the name up: no module has it
                 continue
             layers = enumerate(self._model.layers)
             if found := frozenset(number for number, layer in layers if any(m is owner for m in layer.modules())):

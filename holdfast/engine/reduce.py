@@ -1,9 +1,19 @@
 """Sums a step's gradients over micro-batches and workers, while the backward pass still runs.
 
-A bucket is summed by the workers that hold its layers. Each adds up what it can on its own and sends those
-sums, slice by slice, to the slices' owners; an owner finishes its slice and sends it to the others. That is
-the traffic of a ring all-reduce (and with Gloo quicker than one). ``exact`` adds along the fixed tree over
-micro-batches; ``fast`` adds in the order in which gradients come and then by rank.
+A bucket of gradients is summed by the workers that hold its layers. Each of them owns one slice of the bucket. Four
+things happen, for all buckets at once:
+
+1. Micro-batch after micro-batch, each worker adds up what it can on its own (``before``, ``after``).
+2. During the last backward pass, as soon as a bucket's gradients are complete, the worker sends its partial sums, slice
+   by slice, to the slices' owners (``gradient_ready``, ``flush``).
+3. In a thread, each owner adds up its slice and sends the result to the others (``_finish_slices``).
+4. ``finish`` waits for all of that and makes the sums the parameters' gradients.
+
+That is the traffic of a ring all-reduce (and with Gloo quicker than one).
+
+The mode ``exact`` adds along a fixed binary tree over the micro-batches, so that every layout gives the same bits: a
+worker's partial sums are the largest whole subtrees in its share (``plan.tree.roots``). ``fast`` adds gradients in the
+order in which they come, and then by rank: one partial sum for each worker.
 """
 
 from __future__ import annotations
@@ -21,12 +31,12 @@ from holdfast.cluster.group import Group, Transfer
 from holdfast.engine.gradients import Bucket, Slab
 from holdfast.plan.tree import Adder, Node, roots
 
-TOTAL = tags.BUCKET_TAGS - 1  # the tag, within its bucket, of the sum
-Item = tuple[int, list[Any], torch.Tensor | None]  # a bucket's place, what is received for it, and where to
+TOTAL = tags.BUCKET_TAGS - 1  # the tag, within its bucket, of the finished slice
+Item = tuple[int, list[Any], torch.Tensor | None]  # a bucket's position, the receives for it, and where they go
 
 
 def slices(size: int, owners: int) -> list[slice]:
-    """Which part of a bucket each worker owns.
+    """Return the part of a bucket that each of its ``owners`` owns.
 
     >>> slices(5, 2)
     [slice(0, 2, None), slice(2, 5, None)]
@@ -35,7 +45,7 @@ def slices(size: int, owners: int) -> list[slice]:
 
 
 class Reduction:
-    """One attempt at reducing the gradients of one step: this worker's buckets, and every rank's micro-batches."""
+    """One attempt at summing the gradients of one step."""
 
     def __init__(
         self,
@@ -46,33 +56,39 @@ class Reduction:
         exact: bool,
         summed: Callable[[Bucket], None] | None = None,
     ) -> None:
-        """``summed`` is called, in a thread of its own, with each bucket whose gradients have become the whole sum."""
+        """Begin an attempt.
+
+        ``buckets`` are this worker's; ``shares`` are the micro-batches of each rank. ``exact`` selects the mode.
+        ``summed`` is called, from the thread, with each bucket whose gradients have become the whole sum: so an update
+        can begin before all sums are there.
+        """
         self.buckets = buckets
         self.group = group
         self.exact = exact
         self.share = shares[group.rank]
         self._shares = shares
-        self._leaves = max((share.stop for share in shares), default=0)  # of the whole step
+        self._leaves = max((share.stop for share in shares), default=0)  # micro-batches of the whole step
         self._roots = [roots(share, self._leaves) for share in shares]
         self._adders = [Adder(self._leaves_of(bucket), bucket.add) for bucket in buckets]
         self._open = False  # whether the parameters' gradients already hold a part of the next slab
-        self._sums: list[Slab | None] = [None] * len(buckets)
+        self._sums: list[Slab | None] = [None] * len(buckets)  # whole sums, of buckets that several ranks have
         self._summed = summed
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._stopping = False
-        self._left = [len(bucket.parameters) for bucket in buckets]
-        self._sent = 0
+        self._left = [len(bucket.parameters) for bucket in buckets]  # parameters whose last gradient is to come
+        self._sent = 0  # buckets sent so far: they go in order
         self._thread: threading.Thread | None = None
         if summed is not None or any(len(bucket.ranks) > 1 for bucket in buckets):
             self._thread = threading.Thread(target=self._finish_slices, name="holdfast-reduce", daemon=True)
             self._thread.start()
 
     def _leaves_of(self, bucket: Bucket) -> int:
+        """Leaves of the tree that a bucket is summed along: micro-batches, or in fast mode ranks."""
         return self._leaves if self.exact else len(bucket.ranks)
 
     def _nodes_of(self, bucket: Bucket, rank: int) -> list[Node]:
-        """What a rank sends: the roots of its micro-batches, or in fast mode one sum."""
+        """The tree's nodes that a rank has as partial sums: the roots of its share, or in fast mode one node."""
         if self.exact:
             return self._roots[rank]
         return [Node(0, bucket.ranks.index(rank))] if self._shares[rank] else []
@@ -80,27 +96,34 @@ class Reduction:
     # --- while micro-batches are computed --------------------------------------------------------
 
     def before(self, index: int) -> None:
-        """Micro-batch ``index`` comes next. Without a gradient there, autograd need not add to it."""
+        """Prepare for the backward pass of micro-batch ``index``.
+
+        Gradients are dropped unless it continues a sum: autograd then takes a new gradient instead of adding to it.
+        """
         if not self._open:
             self._open = True
             for bucket in self.buckets:
                 bucket.forget()
 
     def after(self, index: int) -> None:
-        """Micro-batch ``index``, not the share's last one, is complete."""
+        """Take the gradients of micro-batch ``index``, unless the next one will be added to them.
+
+        Not called for the share's last one: its gradients are sent bucket by bucket.
+        """
         if not self._continues(index):
             for position in range(len(self.buckets)):
                 self._close(position, index)
             self._open = False
 
     def _continues(self, index: int) -> bool:
-        """Whether the next micro-batch may be added to this one by the backward pass itself.
+        """Return whether autograd itself may add the next micro-batch's gradients to those of this one.
 
-        In exact mode that is the right child of a pair: autograd adds left + right, as the tree does.
+        In exact mode it may if the two are a pair of the tree's leaves: autograd adds left + right, as the tree does.
         """
         return not self.exact or (index % 2 == 0 and index + 1 in self.share)
 
     def _close(self, position: int, index: int) -> None:
+        """Push a bucket's present gradients into its tree: as a leaf, or as a pair that autograd has added up."""
         bucket = self.buckets[position]
         if not self.exact:
             node = Node(0, bucket.ranks.index(self.group.rank))
@@ -113,17 +136,18 @@ class Reduction:
     # --- during the last backward pass -----------------------------------------------------------
 
     def gradient_ready(self, position: int) -> None:
-        """One more parameter of a bucket has its gradient of the last micro-batch, whole."""
+        """Note that one more parameter of a bucket has its gradient of the last micro-batch; send complete buckets."""
         self._left[position] -= 1
         while self._sent < len(self.buckets) and self._left[self._sent] == 0:
             self._send(self._sent)
 
     def flush(self) -> None:
-        """The backward pass is over: send also the buckets of which some parameter was not used."""
+        """Send the remaining buckets after the last backward pass: some of their parameters were not used in it."""
         while self._sent < len(self.buckets):
             self._send(self._sent)
 
     def _send(self, position: int) -> None:
+        """Start to send a bucket's partial sums to the slices' owners, and to receive theirs of our slice."""
         self._sent += 1
         bucket = self.buckets[position]
         if self.share:
@@ -150,9 +174,10 @@ class Reduction:
         ]
         self._queue.put((position, self.group.start(sends, receives), room))
 
-    # --- beside it: owners finish their slices ---------------------------------------------------
+    # --- in the thread: owners finish their slices -----------------------------------------------
 
     def _finish_slices(self) -> None:
+        """Finish our slice of each bucket, then wait for the other slices. Runs until ``None`` comes from the queue."""
         coming: deque[tuple[int, list[Any]]] = deque()  # buckets whose other slices are on their way
         while (item := self._next(coming)) is not None:
             position, receives, room = item
@@ -160,8 +185,8 @@ class Reduction:
                 self.group.finish(receives)
                 sums = [] if room is None else self.group.start(*self._finish_slice(position, room))
                 coming.append((position, sums))
-            except BaseException as e:  # raised again where the training thread can act on it
-                self._error = self._error or e  # and go on: no receive may be left that still writes
+            except BaseException as e:  # raised again by ``finish``, in the training thread
+                self._error = self._error or e  # go on with the rest: no receive may be left that still writes
         while coming and self._goes_on:
             self._complete(*coming.popleft())
         try:
@@ -170,17 +195,21 @@ class Reduction:
             self._error = self._error or e
 
     def _next(self, coming: deque[tuple[int, list[Any]]]) -> Item | None:
-        """Our own slices first, for others wait for them; only then what others have made of theirs."""
+        """Return the next bucket whose slice is ours to finish. While there is none, complete buckets.
+
+        Our own slices come first because others wait for them.
+        """
         while coming and self._goes_on and self._queue.empty():
             self._complete(*coming.popleft())
         return self._queue.get()
 
     @property
     def _goes_on(self) -> bool:
-        """Whether somebody wants to hear of sums one by one. After an error nothing may be begun any more."""
+        """Whether buckets are completed one by one, for ``summed``. Nothing is begun after an error or ``stop``."""
         return self._summed is not None and self._error is None and not self._stopping
 
     def _complete(self, position: int, sums: list[Any]) -> None:
+        """Wait for the other slices of a bucket, then attach its sum and tell ``summed``."""
         try:
             self.group.finish(sums)
             assert self._summed is not None
@@ -190,7 +219,7 @@ class Reduction:
             self._error = self._error or e
 
     def _finish_slice(self, position: int, room: torch.Tensor) -> tuple[list[Transfer], list[Transfer]]:
-        """Adds up the slice that this worker owns; returns the transfers that spread the sums."""
+        """Add up the slice that this worker owns; return the sends and receives that spread all slices."""
         bucket, rank = self.buckets[position], self.group.rank
         parts = dict(zip(bucket.ranks, slices(bucket.size, len(bucket.ranks)), strict=True))
         own = self._adders[position].stack
@@ -202,7 +231,8 @@ class Reduction:
                 adder.push(node, value)
         total = own[0][1] if own else bucket.take()
         self._sums[position] = total
-        # Others' sums overwrite what we sent them: they can only have finished after they got it.
+        # The other slices are received into the memory that we sent our partial sums of them from. That is safe: an
+        # owner can only have finished its slice after our partial sum had arrived.
         assert not self.exact or len(adder.stack) == 1, (
             "the shares of a layer's holders are all micro-batches, in order"
         )
@@ -219,7 +249,7 @@ class Reduction:
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits for the sums and attaches them as the parameters' gradients."""
+        """Wait for the sums and make them the parameters' gradients. Raises what went wrong, such as ``Broken``."""
         faults.point("reduce")
         self._stop_thread()
         if self._error is not None:
@@ -231,15 +261,15 @@ class Reduction:
         self.buckets[position].attach(self._sums[position] or self._adders[position].stack[0][1])
 
     def stop(self) -> None:
-        """Waits until nobody writes any more; what was not begun stays undone."""
+        """Wait until nothing is written any more; what was not begun stays undone."""
         self._stopping = True
         self._stop_thread()
 
     def release(self) -> None:
-        """Gives the slabs back, whether the attempt ended well or broke."""
+        """Give the slabs back to the buckets, whether the attempt ended well or broke."""
         self.stop()
         for bucket, adder, total in zip(self.buckets, self._adders, self._sums, strict=True):
-            if self._error is not None:  # a receive may be left that was not seen to fail: not into memory of ours
+            if self._error is not None:  # a receive may still write: its memory must not be used again
                 bucket.scratch = None
                 bucket.forget()
                 continue
@@ -257,7 +287,7 @@ class Reduction:
 
 
 def _root(adder: Adder[torch.Tensor]) -> torch.Tensor:
-    """The whole sum: in exact mode one node is left; by rank, ranks without work leave gaps."""
+    """Return the whole sum. In exact mode one node is left; in fast mode ranks without micro-batches leave gaps."""
     _, total = adder.stack[0]
     for _, value in adder.stack[1:]:
         total.add_(value)

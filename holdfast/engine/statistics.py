@@ -1,4 +1,4 @@
-"""Running statistics (BatchNorm): refused where they would break exactness, kept equal elsewhere."""
+"""Running statistics (BatchNorm): refused in exact mode, kept equal on all workers in fast mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.plan.layout import Layout
 
 
 def layer_with_running_statistics(module: nn.Module) -> str | None:
-    """The name of the first layer that keeps running statistics.
+    """Return the name of the first submodule that keeps running statistics; None if there is none.
 
     >>> layer_with_running_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     '1'
@@ -24,7 +24,10 @@ def layer_with_running_statistics(module: nn.Module) -> str | None:
 
 
 def refuse_running_statistics(module: nn.Module) -> None:
-    """Running statistics depend on which micro-batches a worker has seen: exact mode cannot hold them."""
+    """Raise ``UsageError`` if a module keeps running statistics.
+
+    They depend on which micro-batches a worker has seen, so in exact mode they would depend on the layout.
+    """
     name = layer_with_running_statistics(module)
     if name is not None:
         layer = module.get_submodule(name)
@@ -36,7 +39,7 @@ def refuse_running_statistics(module: nn.Module) -> None:
 
 
 class RunningStatistics:
-    """In fast mode: each step ends with equal statistics everywhere, and a redone step starts from the old."""
+    """The running statistics of a model in fast mode: equal on all workers after a step, restored if it is redone."""
 
     def __init__(self, model: LayeredModel) -> None:
         self._has_any = layer_with_running_statistics(model.module) is not None
@@ -44,19 +47,20 @@ class RunningStatistics:
         self._before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def begin(self) -> None:
+        """Remember the statistics before an attempt."""
         if self._has_any:
             held = [unit for unit in self._model.units if self._model.is_held(unit)]
             self._before = [(buffer, buffer.clone()) for unit in held for buffer in unit.buffers]
 
     def restore(self) -> None:
-        """The attempt is dropped: what its forward passes have changed is undone."""
+        """Undo what the forward passes of a dropped attempt have changed."""
         if self._before is not None:
             for buffer, old in self._before:
                 buffer.copy_(old)
             self._before = None
 
     def agree(self, group: Group, layout: Layout) -> None:
-        """Among a layer's holders, floating-point statistics are averaged; counters are the first one's."""
+        """Average each layer's floating-point statistics over its holders; take counters from the first holder."""
         if not self._has_any:
             return
         for unit in self._model.units:
@@ -67,8 +71,9 @@ class RunningStatistics:
                 if buffer.is_floating_point():
                     buffer.div_(len(ranks))
                 elif group.rank != ranks[0]:
-                    buffer.zero_()
+                    buffer.zero_()  # the sum is then the first holder's
                 group.sum(buffer, ranks)
 
     def keep(self) -> None:
+        """Keep the new statistics: the attempt was applied."""
         self._before = None

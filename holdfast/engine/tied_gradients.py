@@ -1,4 +1,8 @@
-"""The gradients of weights that several layers share, put together from their uses."""
+"""Sums the gradients of tied weights: weights that several layers share, maybe on several workers.
+
+Each layer that uses such a weight has a leaf of its own for it (``tied_weights.alias_shared``), with a gradient that
+has been summed over the micro-batches like any other. Here these gradients are added up, in the order of the layers.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ from holdfast.plan.log_choice import Tie
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A layer that uses a shared weight, and its own leaf of it."""
+    """A layer that uses a tied weight, and its own leaf of it."""
 
     layer: int
     leaf: nn.Parameter
 
 
 class Ties:
-    """The shared weights of a model: each with its uses, in the order of the layers."""
+    """The tied weights of a model that are trained: each with its uses, in the order of the layers."""
 
     def __init__(self, model: LayeredModel) -> None:
         aliases = {id(alias): primary for alias, primary in model.aliases}
@@ -43,7 +47,11 @@ class Ties:
         ]
 
     def add_up(self, group: Group, layout: Layout, recorder: Recorder | None = None) -> None:
-        """Gives each weight the sum of its uses' gradients, on every worker that holds one of the uses."""
+        """Give each weight the sum of its uses' gradients, on every worker that holds one of the uses.
+
+        All workers call this, after the reduction. ``recorder`` logs gradients for the replay of a lost worker. Raises
+        ``Broken`` if the generation ends.
+        """
         for number, (weight, uses) in enumerate(self.weights):
             if recorder is not None:
                 self._record(group, layout, recorder, number)
@@ -55,12 +63,15 @@ class Ties:
                         use.leaf.grad = None
 
     def forget(self) -> None:
-        """A shared weight's gradient may be that of layers which are elsewhere: no bucket would take it away."""
+        """Leave tied weights without gradients.
+
+        Buckets cannot do that: on a worker that holds a later use, the weight itself is in none of its buckets.
+        """
         for weight, _ in self.weights:
             weight.grad = None
 
     def _record(self, group: Group, layout: Layout, recorder: Recorder, number: int) -> None:
-        """A lost user needs what the others gave, if it can be computed again without them."""
+        """Log the uses' gradients, where a lost worker could be replayed without the workers of the other uses."""
         if self.described[number].is_cut(recorder.logged):
             for use in self.weights[number][1]:
                 if group.rank == layout.holders(use.layer)[0]:
@@ -69,6 +80,7 @@ class Ties:
     def _total(
         self, group: Group, layout: Layout, weight: nn.Parameter, uses: list[Use], users: list[int]
     ) -> torch.Tensor:
+        """Exchange the uses' gradients among ``users``, the ranks that hold one; return their sum."""
         sums: list[torch.Tensor] = []
         sends: list[Transfer] = []
         receives: list[Transfer] = []
@@ -77,7 +89,7 @@ class Ties:
             for rank in users:
                 if rank in holders:
                     continue
-                source = holders[rank % len(holders)]  # the load is spread
+                source = holders[rank % len(holders)]  # all holders have the same sum: take turns at sending it
                 if source == group.rank:
                     assert use.leaf.grad is not None
                     sends.append((rank, use.leaf.grad.contiguous(), tags.TIE))

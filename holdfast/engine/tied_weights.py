@@ -23,15 +23,16 @@ from holdfast.errors import UsageError
 
 Module = TypeVar("Module", bound=nn.Module)
 Aliases = list[tuple[nn.Parameter, nn.Parameter]]  # (the later layer's own leaf, the weight that it stands for)
+# A hint: how to name the parameter of another layer.
 BY_NAME = "layer number and name, as in '0.weight'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tied:
-    """A function that makes a layer, and what the layer shares: its own names, and those of other layers."""
+    """A function that makes a layer, and the names of the parameters that the layer shares."""
 
     make: Callable[[], nn.Module]
-    shared: dict[str, str]
+    shared: dict[str, str]  # name in the layer → name in the model
 
     def __call__(self) -> nn.Module:
         return self.make()
@@ -42,21 +43,25 @@ def tied(layer: Module, /, **shared: nn.Parameter | str) -> Module: ...
 @overload
 def tied(layer: Callable[[], nn.Module], /, **shared: nn.Parameter | str) -> Tied: ...
 def tied(layer: Any, /, **shared: nn.Parameter | str) -> Any:
-    """Makes parameters of a layer be those of another, in training and in every layout.
+    """Tie parameters of a layer to those of another one, in training and in every layout.
 
-    Each keyword is the name of a parameter in the layer, its value the parameter that takes its place:
+    ``layer`` is a module, or a function that makes one. Each keyword is the name of a parameter in it. The value is the
+    parameter that takes its place:
 
     >>> embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     >>> head = tied(head, weight=embedding.weight)
     >>> head.weight is embedding.weight
     True
 
-    or the name that it has in the model: the number of its layer, and its name there. So a layer can be tied that
-    is given as a function, and made only where it is needed. Names with dots go in as ``**{"score.weight": ...}``.
+    or that parameter's name in the model: the number of its layer, and its name there. So a layer can be tied that is
+    given as a function, and made only where it is needed. Names with dots go in as ``**{"score.weight": ...}``.
 
     >>> head = tied(lambda: nn.Linear(4, 7, bias=False), weight="0.weight")
     >>> shared_names(head)
     {'weight': '0.weight'}
+
+    Returns the layer; for a function, another function that makes it. Raises ``UsageError`` if a name is unknown, or if
+    shape or type do not fit.
     """
     if not shared:
         raise UsageError("tied needs the names of parameters to share", hint="tied(head, weight=embedding.weight)")
@@ -78,8 +83,9 @@ def tied(layer: Any, /, **shared: nn.Parameter | str) -> Any:
 
 
 def _tie_module(module: nn.Module, shared: dict[str, nn.Parameter | str]) -> nn.Module:
+    """Tie parameters that are given now; note names for ``LayeredModel``, which knows the other layers."""
     later = shared_names(module)
-    for name, value in shared.items():  # all are looked at before one is changed
+    for name, value in shared.items():  # all are checked before one is changed
         if isinstance(value, str):
             _owner(module, name)
             later[name] = value
@@ -94,7 +100,7 @@ def _tie_module(module: nn.Module, shared: dict[str, nn.Parameter | str]) -> nn.
 
 
 def shared_names(layer: Any) -> dict[str, str]:
-    """What a layer, or a function that makes it, shares by name: its own names, and those in the model.
+    """Return what a layer, or a function that makes it, shares by name: name in the layer → name in the model.
 
     >>> shared_names(nn.Linear(1, 1))
     {}
@@ -105,7 +111,7 @@ def shared_names(layer: Any) -> dict[str, str]:
 
 
 def share(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Puts another layer's parameter in the place of a module's own, if it fits.
+    """Put another layer's parameter in the place of a module's own. Raises ``UsageError`` if it does not fit.
 
     >>> share(nn.Linear(2, 3), "weight", nn.Parameter(nn.Linear(3, 2).weight))
     Traceback (most recent call last):
@@ -125,7 +131,7 @@ def _check_fit(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, nn.Parameter]:
-    """The module inside the layer that has the parameter, and the parameter."""
+    """Return the submodule that has the parameter ``name``, and the parameter. Raises ``UsageError``."""
     path, _, last = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -143,9 +149,10 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, nn.Parameter]:
 
 
 def alias_shared(whole: nn.Module, layers: list[nn.Module]) -> Aliases:
-    """Gives every layer but the first that uses a parameter a leaf of its own, in the same memory.
+    """Give every layer but the first one that uses a parameter a leaf of its own, in the same memory.
 
-    A module that is in several layers is copied but for its tensors; ``layers`` and ``whole`` get the copies.
+    Returns the leaves with the parameters that they stand for. A module that is in several layers is copied, but not
+    its tensors; ``layers`` and ``whole`` are changed to have the copies.
 
     >>> block = nn.Linear(2, 2)
     >>> whole = nn.Sequential(block, nn.ReLU(), block)
@@ -155,12 +162,12 @@ def alias_shared(whole: nn.Module, layers: list[nn.Module]) -> Aliases:
     (True, True, True)
     """
     aliases: Aliases = []
-    seen: dict[int, int] = {}  # parameter → the first layer that has it
-    modules: set[int] = set()  # of earlier layers
+    seen: dict[int, int] = {}  # id of a parameter → the first layer that has it
+    modules: set[int] = set()  # ids of the modules of earlier layers
     for number in range(len(layers)):
         layers[number] = _apart(whole, layers[number], number, modules)
         modules.update(id(m) for m in layers[number].modules() if next(m.parameters(), None) is not None)
-        fresh: dict[int, nn.Parameter] = {}
+        fresh: dict[int, nn.Parameter] = {}  # id of a shared parameter → this layer's leaf
         for module in layers[number].modules():
             for name, p in list(module._parameters.items()):
                 if p is None or seen.setdefault(id(p), number) == number:
@@ -173,7 +180,7 @@ def alias_shared(whole: nn.Module, layers: list[nn.Module]) -> Aliases:
 
 
 def _apart(whole: nn.Module, layer: nn.Module, number: int, earlier: set[int]) -> nn.Module:
-    """The layer without modules that earlier layers have too: copies of those stand in for them."""
+    """Return the layer with copies in the place of modules that ``earlier`` layers have too."""
     if id(layer) in earlier:
         twin = _twin(layer, whole)
         for name, child in list(whole._modules.items())[number : number + 1]:
@@ -193,6 +200,6 @@ def _replace(module: nn.Module, earlier: set[int], whole: nn.Module) -> None:
 
 
 def _twin(module: nn.Module, whole: nn.Module) -> nn.Module:
-    """Another module with the same tensors, and with those of others that it may refer to."""
+    """Copy a module, but not its tensors, nor others of the model that it may refer to."""
     kept = {id(tensor): tensor for part in (whole, module) for tensor in [*part.parameters(), *part.buffers()]}
     return copy.deepcopy(module, kept)

@@ -48,6 +48,6 @@ def holdfast(*arguments: str, folder: Path, **environment: str) -> subprocess.Co
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )

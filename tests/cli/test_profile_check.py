@@ -32,27 +32,21 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_profile_of_this_run_is_recognized(known: Path, call: Call) -> None:
     said = call("profile", "--check", "known.json", "train.py")
     assert said.code == 0
-    assert "known.json is a profile of this model, micro-batch and device: train: 3 layers, " in said.out
+    assert "known.json" in said.out
     assert not known.with_name("profile.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (
-            {"width": 9},
-            "a profile of another model: its layer 0 (0 Linear) has 160 bytes of weights, this run's has 180",
-        ),
-        ({"micro": 8}, "a profile of another micro-batch: 4 samples; inputs float32 [4, 4]"),
-    ],
+    ("change", "told"),
+    [({"width": 9}, ["model", "0 Linear", "160 bytes", "180"]), ({"micro": 8}, ["micro-batch", "4 samples", "[4, 4]"])],
 )
 def test_a_profile_of_another_run_is_told_with_the_reason(
-    known: Path, call: Call, change: dict[str, int], reason: str
+    known: Path, call: Call, change: dict[str, int], told: list[str]
 ) -> None:
     script(known.parent, **change)
     said = call("profile", "--check", "known.json", "train.py")
     assert said.code == 2
-    assert f"holdfast: known.json: {reason}" in said.err
+    assert all(part in said.err for part in ["known.json", *told])
 
 
 def test_check_for_machines(known: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,4 +59,4 @@ def test_check_for_machines(known: Path, call: Call, monkeypatch: pytest.MonkeyP
         [show() for show in at_exit]
     answer = json.loads(written.getvalue())
     assert not answer["fits"]
-    assert answer["reason"].startswith("a profile of another micro-batch: ")
+    assert "micro-batch" in answer["reason"]

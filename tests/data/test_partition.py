@@ -163,10 +163,10 @@ def test_batches_feed_a_loader_from_any_step(data: Partition) -> None:
     ("place", "said"),
     [
         ({"step": -1}, "step=-1"),
-        ({"worker": 4}, "worker=4 is none of 4 workers"),
+        ({"worker": 4}, "worker=4"),
         ({"worker": -1}, "worker=-1"),
         ({"workers": 0}, "workers=0"),
-        ({"workers": 21}, "20 samples cannot be parted among 21 workers"),
+        ({"workers": 21}, "21 workers"),
         ({"batch": 0}, "batch=0"),
         ({"batch": 2.0}, r"batch=2\.0"),
     ],

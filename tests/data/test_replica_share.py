@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.data.order import Order, Share
@@ -25,6 +25,7 @@ def shares_of(order: Order, workers: int) -> list[Share]:
     workers=st.integers(1, 6),
     data=st.data(),
 )
+@settings(deadline=None)
 def test_the_parts_are_the_batch(size: int, micro: int, batches: int, workers: int, data: st.DataObject) -> None:
     order = Order(size=size, global_batch=micro * batches, micro_batch=micro, seed=1)
     step = data.draw(st.integers(0, 3 * order.steps_per_epoch))

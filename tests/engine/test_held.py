@@ -221,5 +221,5 @@ def test_tied_weights_of_made_layers_are_one(layers: tuple[str, Callable[[], lis
 
 @pytest.mark.parametrize("maker", [lambda: None, lambda: 3, dict])
 def test_a_function_that_makes_no_layer_is_refused(maker: Callable[[], Any]) -> None:
-    with pytest.raises(UsageError, match="layer 1: the function gave a"):
+    with pytest.raises(UsageError, match="layer 1"):
         LayeredModel([nn.Linear(1, 1), maker], seed=0, device=CPU)

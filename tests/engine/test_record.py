@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from holdfast.engine.boundary import tensors_in
 from holdfast.engine.pipe import describe, read
-from holdfast.engine.stage import _tensors
 from holdfast.log.record import Direction, Key, Message, Recorder, lasting
 
 
@@ -71,7 +71,7 @@ def kept(output: Any) -> Message:
     book = Book()
     recorder = Recorder(book, {1})
     recorder.at(0, range(1))
-    recorder.forward(1, 0, describe(output), _tensors(output))
+    recorder.forward(1, 0, describe(output), tensors_in(output))
     return next(iter(book.records.values()))
 
 

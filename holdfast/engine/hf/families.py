@@ -1,4 +1,4 @@
-"""Which models of transformers can be cut into layers, and why others cannot."""
+"""The models of transformers that can be cut into layers, and the reasons why others cannot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The classes around one kind of model: the backbone, and the backbone under one head or another."""
+    """The classes of one kind of model: the backbone, and models that put a head on it."""
 
     name: str
     module: str  # where transformers has the classes
     backbone: str
     heads: tuple[str, ...]
-    inputs: tuple[str, ...]  # what the first layer understands, in the order of a tuple
-    no_cut: dict[str, str]  # classes of the family that cannot be cut, and why
+    inputs: tuple[str, ...]  # names of inputs that the first layer understands, in the order of a tuple
+    no_cut: dict[str, str]  # classes of the family that cannot be cut → why
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ FAMILIES = (GPT2, LLAMA, BERT)
 
 
 def what_can_be_cut() -> str:
-    """The families, for messages.
+    """Return the families that can be cut, for messages.
 
     >>> what_can_be_cut()
     'the GPT-2, Llama and BERT classes'
@@ -81,7 +81,7 @@ def what_can_be_cut() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A model whose class can be cut."""
+    """A model that can be cut, and where its backbone is."""
 
     family: Family
     backbone: nn.Module
@@ -89,7 +89,7 @@ class Known:
 
 
 def recognise(model: nn.Module) -> Known | str:
-    """What the model is, or why it cannot be cut."""
+    """Return what the model is; or, as a text, why it cannot be cut."""
     family, known = _class_of(model)
     if family is None or known is None:
         decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -110,7 +110,7 @@ def recognise(model: nn.Module) -> Known | str:
 
 
 def _class_of(module: nn.Module) -> tuple[Family, type[nn.Module]] | tuple[None, None]:
-    """The family of a model, and the class of it that this is, or is derived from."""
+    """Return a model's family, and the class of that family that the model's class is, or is derived from."""
     for each in type(module).__mro__:
         for family in FAMILIES:
             if each.__module__ == family.module and each.__name__ in family.classes:
@@ -124,7 +124,7 @@ def _is_backbone(module: nn.Module, family: Family) -> bool:
 
 
 def _unusual(model: nn.Module, backbone: nn.Module) -> str | None:
-    """Why this very model cannot be cut although its class can."""
+    """Return why this model cannot be cut although its class can be; None if it can."""
     config: Any = backbone.config
     for flag, why in FLAGS.items():
         if getattr(config, flag, None):
@@ -144,10 +144,12 @@ def _unusual(model: nn.Module, backbone: nn.Module) -> str | None:
     return None
 
 
+# Settings of a model's config that keep it from being cut, and why.
 FLAGS = {
     "is_encoder_decoder": "layers of a decoder also need what the encoder gives",
     "add_cross_attention": "its blocks also need what an encoder gives",
     "output_attentions": "layers hand on hidden states, not attentions",
     "output_hidden_states": "layers hand on one hidden state, not all of them",
 }
+# Attributes of a module that have its hooks. Hooks of the whole model would not be called.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -1,8 +1,8 @@
-"""The layers that models of transformers are cut into, and what goes from one to the next.
+"""The layers that models of transformers are cut into.
 
-That is the hidden states; with a mask, or where the head needs the tokens, it is a dict of these. A mask stays
-the small one of the data set, of one byte a token: each block makes the large one out of it that its attention
-needs, with the function of transformers that the model would have called once.
+What one layer hands to the next is the hidden states; if there is an attention mask, or if the head needs the tokens,
+it is a dict of all of these. The mask that is handed on is the data set's, of one byte a token. Each block makes the
+large mask that its attention needs out of it, with the function of transformers that the model would have called once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from torch import Tensor, nn
 
 from holdfast.errors import UsageError
 
-Mask = Callable[[Tensor, Tensor | None, Tensor], Any]  # (hidden states, mask of the batch, positions)
-HIDDEN = "hidden_states"
+# Makes a block's mask out of hidden states, the mask of the batch, and positions.
+Mask = Callable[[Tensor, Tensor | None, Tensor], Any]
+HIDDEN = "hidden_states"  # their key in the dict that layers hand on
 
 
 class HFEmbedding(nn.Module):
-    """The first layer: from what the data set gives to hidden states."""
+    """The first layer: embeds the tokens of the data set's input.
+
+    ``words`` is the model's own embedding, ``inputs`` are the names that the input may have, in the order of a tuple;
+    with ``keep_ids`` the tokens are handed on to the head.
+    """
 
     def __init__(self, words: nn.Module, *, inputs: tuple[str, ...], keep_ids: bool) -> None:
         super().__init__()
@@ -39,7 +44,7 @@ class HFEmbedding(nn.Module):
 
 
 class GPT2Words(nn.Module):
-    """GPT-2's embedding, which has no module of its own in transformers."""
+    """GPT-2's embedding. In transformers it is no module of its own."""
 
     def __init__(self, word: nn.Module, position: nn.Module, dropout: nn.Module) -> None:
         super().__init__()
@@ -56,12 +61,13 @@ class GPT2Words(nn.Module):
 
 
 class HFBlock(nn.Module):
-    """One block of attention and what follows it."""
+    """One block of the model, with the mask and the rotary embedding that it is called with."""
 
     def __init__(self, block: nn.Module, *, mask: Mask, rotary: nn.Module | None) -> None:
         super().__init__()
         self.block = block
-        self.rotary = rotary  # the same in every block: it has no weights, and is cheaper to run than to send
+        # The same module in every block. It has no weights, and computing it anew is cheaper than sending its result.
+        self.rotary = rotary
         self._mask = mask
 
     def forward(self, given: Any) -> Any:
@@ -76,7 +82,11 @@ class HFBlock(nn.Module):
 
 
 class HFBackboneEnd(nn.Module):
-    """Stands in the place of a backbone, when the blocks are done: the norm after them, and BERT's pooler."""
+    """The rest of a backbone after its blocks: the final norm, and BERT's pooler.
+
+    It stands in the place of the backbone in the model, so that the model's own head can be used as it is.
+    ``output`` is the class of transformers that a backbone returns.
+    """
 
     def __init__(self, norm: nn.Module | None, pooler: nn.Module | None, *, output: Callable[..., Any]) -> None:
         super().__init__()
@@ -85,14 +95,17 @@ class HFBackboneEnd(nn.Module):
         self._output = output
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Called by a head as it calls its backbone."""
+        """Return what a backbone returns, given the last block's output as ``inputs_embeds``."""
         hidden = inputs_embeds if self.norm is None else self.norm(inputs_embeds)
         pooled = None if self.pooler is None else self.pooler(hidden)
         return self._output(last_hidden_state=hidden, pooler_output=pooled)
 
 
 class HFHead(nn.Module):
-    """The last layer: what the model gives, without what makes it."""
+    """The last layer: the model itself, whose backbone was replaced by ``HFBackboneEnd``.
+
+    It takes the last block's output, and gives what the model gives (logits, for most): one value, or a tuple.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -105,7 +118,9 @@ class HFHead(nn.Module):
 
 
 def read_inputs(given: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """What the data set gave, by name.
+    """Return the data set's input as a dict by ``names``. Raises ``UsageError`` if it is not understood.
+
+    The input is a tensor of tokens, a tuple in the order of ``names``, or a dict.
 
     >>> ids = torch.zeros(2, 3, dtype=torch.long)
     >>> sorted(read_inputs((ids, torch.ones(2, 3)), ("input_ids", "attention_mask")))
@@ -134,12 +149,14 @@ def _expected(names: tuple[str, ...]) -> str:
 
 
 def _opened(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Take apart what the layer before handed on: hidden states, and what goes beside them."""
     if isinstance(given, Tensor):
         return given, {}
     return given[HIDDEN], {name: value for name, value in given.items() if name != HIDDEN}
 
 
 def _closed(hidden: Tensor, beside: dict[str, Tensor]) -> Any:
+    """Put together what is handed on to the next layer."""
     return {HIDDEN: hidden, **beside} if beside else hidden
 
 

@@ -1,4 +1,4 @@
-"""From a model of transformers to its layers."""
+"""Cuts a model of transformers into layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.errors import UsageError
 
 
 def from_transformers(model: nn.Module) -> bool:
-    """Whether the model's class is one of transformers, or derived from one; nothing is imported to find out.
+    """Return whether the model's class is one of transformers, or derived from one. Nothing is imported for that.
 
     >>> from_transformers(nn.Linear(1, 1))
     False
@@ -25,7 +25,10 @@ def from_transformers(model: nn.Module) -> bool:
 
 
 def layers_of_transformers(model: nn.Module, *, hint: str) -> list[nn.Module]:
-    """Embedding, blocks, and the final norm with the head. A model that cannot be cut is refused."""
+    """Return the layers: the embedding, each block, and the final norm with the head.
+
+    Raises ``UsageError`` with ``hint`` if the model cannot be cut.
+    """
     known = recognise(model)
     if isinstance(known, str):
         raise UsageError(f"{type(model).__name__} cannot be cut into layers: {known}", hint=hint)
@@ -45,7 +48,7 @@ def _check_version() -> None:
         )
 
 
-Parts = tuple[nn.Module, list[nn.Module], nn.Module | None]
+Parts = tuple[nn.Module, list[nn.Module], nn.Module | None]  # embedding, blocks, final norm
 
 
 def _gpt2(backbone: Any) -> Parts:
@@ -64,7 +67,7 @@ _PARTS: dict[str, Callable[[Any], Parts]] = {GPT2.name: _gpt2, LLAMA.name: _llam
 
 
 def _mask(backbone: Any, family: Family) -> Mask:
-    """What makes a block's mask out of the batch's, by the function that the model itself calls."""
+    """Return a function that makes a block's mask as the model itself would."""
     config = backbone.config
     masking = importlib.import_module("transformers.masking_utils")
     causal = family is not BERT or config.is_decoder
@@ -73,7 +76,7 @@ def _mask(backbone: Any, family: Family) -> Mask:
 
     def mask(hidden: Any, given: Any, positions: Any) -> Any:
         offered = {"config": config, "attention_mask": given, "past_key_values": None}
-        offered |= {"inputs_embeds": hidden, "input_embeds": hidden}  # the name has changed
+        offered |= {"inputs_embeds": hidden, "input_embeds": hidden}  # other versions have another name for it
         offered |= {"cache_position": positions[0]}  # 5.0 wants it, later ones do not know it
         if family is not BERT:
             offered["position_ids"] = positions
@@ -83,7 +86,10 @@ def _mask(backbone: Any, family: Family) -> Mask:
 
 
 def _head(model: nn.Module, known: Known, norm: nn.Module | None) -> HFHead:
-    """The model itself, but for its backbone, in whose place stands the end of it: so every head is right."""
+    """Make the last layer: the model itself, with its backbone replaced by the rest of it after the blocks.
+
+    So the model's own code computes the head, whichever head it has.
+    """
     outputs = importlib.import_module("transformers.modeling_outputs")
     pooler = getattr(known.backbone, "pooler", None)
     end = HFBackboneEnd(norm, pooler, output=outputs.BaseModelOutputWithPoolingAndCrossAttentions)
@@ -95,5 +101,5 @@ def _head(model: nn.Module, known: Known, norm: nn.Module | None) -> HFHead:
 
 
 def _reads_ids(model: nn.Module, known: Known) -> bool:
-    """Whether the head looks for the last token that is no padding, as those that classify causal texts do."""
+    """Return whether the head needs the tokens: one that classifies causal texts looks for the last before padding."""
     return known.family is not BERT and hasattr(model, "score")

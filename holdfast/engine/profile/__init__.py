@@ -1,1 +1,1 @@
-"""What each layer of a run costs, and how fast the links are: measured, not trained."""
+"""Measures the costs of a run's layers and the speed of its links, without training."""

@@ -1,7 +1,7 @@
-"""What a profile is a profile of: model, micro-batch and device, each as facts and as a part of its key.
+"""The key of a profile, made of facts about the model, the micro-batch and the device; and the cache by that key.
 
-Two runs with the same key cost the same, as far as can be seen from outside (``sight.py``): layers, their settings and
-their code, loss and optimizer (but not its learning rate), the shapes of a micro-batch, the device and its threads.
+Two runs with the same key cost the same, as far as ``sight.py`` can tell: the key covers the layers, their settings and
+code, the loss, the optimizer (but not its learning rate), the shapes of a micro-batch, the device and its threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.words import count
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What decides about a profile, readable and comparable."""
+    """Everything about a run that its profile depends on, as plain data."""
 
     model: dict[str, Any]
     micro_batch: dict[str, Any]
@@ -35,7 +35,7 @@ class RunFacts:
 
     @property
     def key(self) -> str:
-        """Three parts, so that one can say which of them differs.
+        """The facts' digests: model, micro-batch, device. Three parts, so that one can say which of them differs.
 
         >>> RunFacts(model={"layers": []}, micro_batch={"samples": 4}, device={}).key
         '1b4f42ea2721-2cff45ba94ab-44136fa355b3'
@@ -44,7 +44,7 @@ class RunFacts:
 
 
 def facts_of(engine: Engine, inputs: Any, targets: Any) -> RunFacts:
-    """The facts of a run, given one of its micro-batches."""
+    """Read the facts of a run, given the inputs and targets of one of its micro-batches."""
     optimizer, sight = engine.update.optimizer, Sight()
     model = {
         "layers": [sight.see(layer) for layer in engine.model.layers],
@@ -78,6 +78,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def device_facts(device: torch.device, autocast: torch.dtype | None) -> dict[str, Any]:
+    """Read the facts of a device; ``autocast`` is the run's type of mixed precision, or None."""
     cuda = device.type == "cuda"  # untested here
     return {
         "type": device.type,
@@ -99,7 +100,7 @@ def _processor() -> str:
 
 
 def device_text(device: dict[str, Any]) -> str:
-    """A device as a person would name it.
+    """Return a device's facts as a line to read.
 
     >>> device_text({"name": "EPYC", "type": "cpu", "threads": 1, "torch": "2.13.0", "autocast": "off"})
     'cpu: EPYC, 1 thread, torch 2.13.0, autocast off'
@@ -112,13 +113,13 @@ def device_text(device: dict[str, Any]) -> str:
 
 
 def cache_folder() -> Path:
-    """Where profiles are kept: below XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder that profiles are cached in: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "holdfast" / "profiles"
 
 
 def cached(folder: Path, key: str, *, rounds: int) -> Profile | None:
-    """The profile with this key, unless there is none that can be read and has so many rounds."""
+    """Return the cached profile with this key; None if there is none, it is damaged, or has fewer ``rounds``."""
     try:
         profile = Profile.from_json(json.loads((folder / f"{key}.json").read_text()))
         has = int(profile.notes["rounds"])
@@ -128,7 +129,7 @@ def cached(folder: Path, key: str, *, rounds: int) -> Profile | None:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Writes a profile whole or not at all. May raise ``OSError``."""
+    """Write a profile as JSON, whole or not at all. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

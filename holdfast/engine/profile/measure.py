@@ -1,4 +1,4 @@
-"""A run's profile: its layers measured in real passes, and whether a profile is of a given run."""
+"""Measures a run's layers in real passes, and tells whether a profile is one of a given run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ from holdfast.words import count, seconds_text
 if TYPE_CHECKING:
     from holdfast.run.run import Run
 
-WARM_UP = 3  # passes that do not count; the first also counts bytes
-UPDATES = 5  # of the optimizer, after one that makes its slots
+WARM_UP = 3  # passes that are not timed, because the first ones are slower; in the very first, bytes are counted
+UPDATES = 5  # of the optimizer that are timed, after one that makes its slots; their median counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayers:
-    """What was measured of a run, before anything is known about links."""
+    """The measurements of a run's layers: a profile but for the links."""
 
     facts: RunFacts
     costs: tuple[LayerCost, ...]
-    memory: int | None
+    memory: int | None  # bytes of the device; None: unknown
     notes: dict[str, Any]
 
     def profile(self, name: str, inside: MeasuredLink) -> Profile:
-        """As a profile. Between hosts, it is as inside one until somebody knows better: ``with_between``."""
+        """Return the profile of the run with this ``name``, given the link ``inside`` a host.
+
+        The link between hosts is taken to be the same; ``with_between`` says it better.
+        """
         transport = "Gloo between two processes of this host, over loopback"
         if self.facts.device["type"] == "cuda":
             transport += "; the run itself would use NCCL, which is not measured"
@@ -61,7 +64,7 @@ class MeasuredLayers:
 
 
 def model_text(name: str, layers: Sequence[LayerCost], key: str) -> str:
-    """What a profile is a profile of.
+    """Return the line that says which model a profile is of.
 
     >>> from holdfast.plan.profile import uniform
     >>> model_text("train", uniform(1, weight_bytes=4000).layers, "1b4f42ea2721-2cff45ba94ab-44136fa355b3")
@@ -75,13 +78,17 @@ AS_INSIDE = "not measured: taken to be as inside a host"
 
 
 def read_facts(engine: Engine) -> tuple[RunFacts, Any, Any]:
-    """The facts of a run, and the micro-batch that they were read from."""
+    """Return the facts of a run, and inputs and targets of the micro-batch that they were read from."""
     inputs, targets = micro_batch(engine)
     return facts_of(engine, inputs, targets), inputs, targets
 
 
 def measure(engine: Engine, *, rounds: int, say: Callable[[str], None] = lambda text: None) -> MeasuredLayers:
-    """Measures every layer of a run that will not train: its optimizer and gradients are used up."""
+    """Measure every layer of a run in ``rounds`` timed passes. ``say`` is told what is about to be measured.
+
+    The run cannot train afterwards: its optimizer and gradients are used up. Raises ``UsageError`` if the layers cannot
+    be measured one by one, or if the loss depends on no parameter.
+    """
     engine.model.make_whole()
     facts, inputs, targets = read_facts(engine)
     passes = Passes(engine, inputs, targets)
@@ -128,7 +135,7 @@ def _costs(
 
 
 def layer_names(model: LayeredModel) -> list[str]:
-    """Each layer's name in the model, and its class.
+    """Return each layer's name in the model, with its class.
 
     >>> layer_names(LayeredModel([nn.Linear(2, 2), nn.ReLU()], seed=0, device=torch.device("cpu")))
     ['0 Linear', '1 ReLU']
@@ -141,6 +148,7 @@ def layer_names(model: LayeredModel) -> list[str]:
 
 
 def _state(update: Update, parameters: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The bytes of a layer's weights, of those that are trained, and of their slots in the optimizer."""
     trained = [p for p in parameters if p.requires_grad]
     slots = [value for slot in update.slots(trained) for value in slot.values() if isinstance(value, torch.Tensor)]
     return {
@@ -151,7 +159,7 @@ def _state(update: Update, parameters: Sequence[nn.Parameter], buffers: Sequence
 
 
 def _updates(update: Update, device: torch.device) -> list[float]:
-    """Seconds of the optimizer, which makes its slots in the first. The schedule is left alone: it may have an end."""
+    """Seconds of the timed updates. The schedule of learning rates is not asked: it may have an end."""
     seconds = []
     for p in update.parameters:
         if p.grad is None:  # a parameter that was not used has a gradient of zero in training too
@@ -168,7 +176,7 @@ def _updates(update: Update, device: torch.device) -> list[float]:
 
 
 def _spread(timed: Sequence[Pass], updates: Sequence[float]) -> dict[str, Any]:
-    """Between which seconds half of the measurements lie."""
+    """The seconds between which half of the measurements lie, for the profile's notes."""
     forward = zip(*(one.forward for one in timed), strict=True)
     backward = zip(*(one.backward for one in timed), strict=True)
     return {
@@ -185,13 +193,13 @@ def _middle_half(seconds: Sequence[float]) -> list[float]:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Of a processor nobody can say how much of the host's memory is for one worker."""
+    """Return the bytes of a GPU; None for a CPU, since nobody knows which part of the host's memory is one worker's."""
     if device.type == "cuda":  # untested here
         return int(torch.cuda.get_device_properties(device).total_memory)
     return None
 
 
-# --- what else is known about links -----------------------------------------------------------------
+# --- the link between hosts -----------------------------------------------------------------
 
 
 def with_between(
@@ -202,7 +210,10 @@ def with_between(
     peer: str = "",
     measured: MeasuredLink | None = None,
 ) -> Profile:
-    """The profile with the link between hosts as measured with ``peer``, or as given (bytes/s, s), or as inside.
+    """Return the profile with another link between hosts, and a note that says where it is from.
+
+    That is the one ``measured`` with ``peer``; else ``bandwidth`` (bytes/s) and ``latency`` (s) as given, where what is
+    not given is as inside a host.
 
     >>> from holdfast.plan.profile import uniform
     >>> with_between(uniform(4), bandwidth=1e9).notes["between"]
@@ -227,13 +238,16 @@ def with_between(
 
 
 def fits(profile: Profile, run: Run) -> str | None:
-    """Why this is not a profile of this run, in words; None if it is."""
+    """Return why a profile is not one of this run, in words; None if it is one."""
     facts, *_ = read_facts(run.engine)
     return difference(profile, facts, run.engine.model)
 
 
 def difference(profile: Profile, facts: RunFacts, model: LayeredModel) -> str | None:
-    """What tells a profile from these facts: the model, the micro-batch or the device."""
+    """Return in words what differs between a profile and the ``facts`` of a run: model, micro-batch or device.
+
+    None: nothing does. ``model`` is the run's; it tells which layer is another one.
+    """
     if profile.key == facts.key:
         return None
     if profile.key.count("-") != 2:

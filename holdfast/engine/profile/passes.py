@@ -1,8 +1,8 @@
-"""A micro-batch through the model with every boundary cut: what each layer takes, gives and keeps.
+"""Sends a micro-batch through the model with every boundary cut, and measures each layer.
 
-A pass is a real one, forward through all layers and backward through all of them, as the stages of a
-pipeline would do it: each layer gets a copy that is cut off from the layer before, and the gradient of that copy
-is what the layer before goes on with. So the clock can be read, and bytes counted, at every boundary.
+A pass is a real one, forward through all layers and backward through all of them, as the stages of a pipeline would
+compute it: each layer gets a copy of its input that is cut off from the layer before, and the gradient of that copy is
+what the backward pass of the layer before begins with. So time can be read, and bytes counted, at every boundary.
 """
 
 from __future__ import annotations
@@ -14,36 +14,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from holdfast.data.fetch import fetch
+from holdfast.engine.boundary import tensors_in
 from holdfast.engine.engine import Engine
 from holdfast.errors import UsageError
 from holdfast.rng import seed_everything, seed_of, seed_torch
 
+# What a layer may give beside tensors: it can be sent to another worker.
 Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def micro_batch(engine: Engine) -> tuple[Any, Any]:
-    """Inputs and targets of the run's first micro-batch, which is never a ragged one."""
+    """Return inputs and targets of the run's first micro-batch, which always has its full size."""
     seed_everything(seed_of(engine.order.seed, 0, 0, "data"), engine.model.device)
     return fetch(engine.data, engine.order.samples(0, 0), engine.collate, engine.model.device)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The distinct tensors in tuples, lists and dicts.
-
-    >>> x = torch.zeros(2)
-    >>> len(tensors_in({"twice": (x, x), "mask": torch.ones(2) > 0, "scale": 0.5}))
-    2
-    """
-    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
-
-
 @dataclass(kw_only=True)
 class Crossing:
-    """A boundary that was cut: what the layer before gave, and what the next one gets in its place."""
+    """A boundary that was cut: the tensors that the layer before gave, and those that the next one gets."""
 
     given: list[Tensor]
     leaves: list[Tensor]  # the same values, cut off; their gradients are what goes back over the boundary
@@ -59,12 +51,12 @@ class Crossing:
 
     @property
     def goes_back(self) -> bool:
-        """Whether a gradient can come back over it; behind integers and frozen layers none does."""
+        """Whether a gradient can come back over the boundary. Behind integers and frozen layers none does."""
         return any(tensor.requires_grad for tensor in self.given)
 
 
 def cut(value: Any) -> Crossing:
-    """Cuts what one layer hands to the next.
+    """Cut what one layer hands to the next.
 
     >>> given = torch.ones(3, requires_grad=True) * 2
     >>> crossing = cut((given, torch.tensor([7])))
@@ -79,19 +71,20 @@ def cut(value: Any) -> Crossing:
 
 @dataclass(kw_only=True)
 class Pass:
-    """One micro-batch's way through the model and back, by layer."""
+    """The measurements of one pass, one entry for each layer in each list."""
 
     forward: list[float] = field(default_factory=list)  # seconds
-    backward: list[float] = field(default_factory=list)  # 0: there was nothing to do
+    backward: list[float] = field(default_factory=list)  # seconds; 0: no gradient came back to the layer
     output_bytes: list[int] = field(default_factory=list)
     gradient_bytes: list[int] = field(default_factory=list)
 
 
-Watch = Callable[[int, Any], AbstractContextManager[Any]]  # around a layer's forward: number, inputs
+# Makes a context around a layer's forward pass, given the layer's number and its inputs.
+Watch = Callable[[int, Any], AbstractContextManager[Any]]
 
 
 class Passes:
-    """Sends one micro-batch of a run through its model, as often as asked, and trains nothing."""
+    """Sends one micro-batch of a run through its model as often as asked. No weight is changed."""
 
     def __init__(self, engine: Engine, inputs: Any, targets: Any) -> None:
         self._engine = engine
@@ -103,9 +96,11 @@ class Passes:
         engine.model.module.train()
 
     def one(self, watch: Watch = lambda number, inputs: nullcontext()) -> Pass:
-        """A pass with a clock at every boundary. The loss belongs to the last layer.
+        """Compute one pass, with time read at every boundary. The loss belongs to the last layer.
 
-        Gradients of parameters are added to those of the pass before, as those of a step's micro-batches are.
+        Gradients of parameters are added to those of the pass before, as those of a step's micro-batches are. ``watch``
+        makes a context around each layer's forward pass. Raises ``UsageError`` if a layer gives what cannot be sent,
+        has no backward pass of its own, or if the loss depends on no parameter.
         """
         record = Pass()
         crossings = [cut(self._inputs)]
@@ -176,31 +171,41 @@ class Passes:
 
 
 def saved_bytes(passes: Passes, engine: Engine) -> tuple[Pass, list[int]]:
-    """One pass, and what each layer keeps for its backward: its input and all that autograd saves, once each.
+    """Compute one pass; return it, and the bytes that each layer keeps for its backward pass (``note_saved``).
 
-    Weights are there anyway. Where no gradient comes back, nothing is kept.
+    A layer that no gradient comes back to keeps nothing.
     """
-    kept: list[dict[int, int]] = []
-    module = engine.model.module
-    weights = {storage_of(tensor)[0] for tensor in [*module.parameters(), *module.buffers()]}
+    saved: list[dict[int, int]] = []
 
     def watch(number: int, inputs: Any) -> AbstractContextManager[Any]:
-        mine = dict(map(storage_of, tensors_in(inputs)))
-        kept.append(mine)
-
-        def pack(tensor: Tensor) -> Tensor:
-            mine.update([storage_of(tensor)])
-            return tensor  # which keeps it alive: no other tensor can get its address meanwhile
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        saved.append({})
+        return note_saved(saved[-1], inputs, engine.model.module)
 
     one = passes.one(watch)
-    sums = [sum(size for address, size in mine.items() if address not in weights) for mine in kept]
-    return one, [size if seconds else 0 for size, seconds in zip(sums, one.backward, strict=True)]
+    return one, [sum(mine.values()) if seconds else 0 for mine, seconds in zip(saved, one.backward, strict=True)]
+
+
+def note_saved(saved: dict[int, int], inputs: Any, module: nn.Module) -> AbstractContextManager[Any]:
+    """Within this context around a layer's forward pass, note in ``saved`` what the layer keeps for its backward pass.
+
+    That is its input and all that autograd saves, each storage once: address → bytes. Tensors of ``module`` do not
+    count: they are there anyway.
+    """
+    weights = {storage_of(tensor)[0] for tensor in [*module.parameters(), *module.buffers()]}
+
+    def note(tensor: Tensor) -> Tensor:
+        address, size = storage_of(tensor)
+        if address not in weights:
+            saved[address] = size
+        return tensor  # autograd keeps it alive, so no other tensor can get its address meanwhile
+
+    for tensor in tensors_in(inputs):
+        note(tensor)
+    return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
 
 def storage_of(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor's memory is, and how much it keeps alive: a view keeps all of what it is a view of."""
+    """Return the address of a tensor's storage and its bytes. A view keeps all of its storage alive."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without one

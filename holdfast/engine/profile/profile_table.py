@@ -1,4 +1,4 @@
-"""A profile on a terminal."""
+"""Shows a profile on a terminal: a table of its layers, and its links."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ COLUMNS = ["layer~", ">forward ms", ">backward ms", ">ratio", ">boundary", ">sta
 
 
 def show_profile(screen: Screen, profile: Profile) -> None:
-    """Layers with their totals, the links, and how sure all that is."""
+    """Print a profile: layers with their totals, the links and where they are from, the memory."""
     layers = profile.layers
     rows = [_row(layer.name, layer.forward, layer.backward, [layer]) for layer in layers]
     forward, backward = (sum(getattr(layer, name) for layer in layers) for name in ("forward", "backward"))
     total = _row("all", forward, backward, layers)
-    total[COLUMNS.index(">boundary")] = ""  # what crosses depends on where it is cut
+    total[COLUMNS.index(">boundary")] = ""  # no sum makes sense: a plan cuts at some of the boundaries
     screen.say(profile.model, style="bold")
     screen.say(f"{profile.device}; micro-batches of {profile.micro_batch}")
     screen.say()
@@ -36,7 +36,7 @@ def _row(name: str, forward: float, backward: float, layers: list[LayerCost] | t
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with three digits.
+    """Format seconds as milliseconds, with three digits.
 
     >>> _ms(0.0012345), _ms(12.3), _ms(0.0)
     ('1.23', '12300', '0')
@@ -45,7 +45,7 @@ def _ms(seconds: float) -> str:
 
 
 def _link(link: Link) -> str:
-    """A link as its owner would name it.
+    """Format a link in the units that networks are sold by.
 
     >>> _link(Link(bandwidth=1.25e9, latency=42e-6))
     '10 Gbit/s, 42 µs'
@@ -54,7 +54,10 @@ def _link(link: Link) -> str:
 
 
 def _pass(profile: Profile) -> str:
-    """There and back. The sum of medians, in the table, is not quite the median of the sums."""
+    """Format the time of a pass, forward and backward: the median of whole passes.
+
+    The table's total is the sum of the layers' medians, which is not quite the same.
+    """
     if "pass" not in profile.notes:
         return f"{_ms(sum(layer.forward + layer.backward for layer in profile.layers))} ms"
     low, high = profile.notes["spread"]["pass"]

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from holdfast.engine.boundary import tensors_in
 from holdfast.engine.engine import Engine
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.profile.key import device_facts, device_text
 from holdfast.engine.profile.measure import AS_INSIDE, device_memory
-from holdfast.engine.profile.passes import Passes, cut, micro_batch, saved_bytes, storage_of, tensors_in
+from holdfast.engine.profile.passes import Passes, cut, micro_batch, note_saved, saved_bytes
 from holdfast.engine.profile.shadow import Shadow
 from holdfast.errors import UsageError
 from holdfast.plan.profile import LayerCost, Link, Profile
@@ -180,7 +181,7 @@ class OneByOne(Passes):
     def _trip(self, number: int, value: Any, kept: dict[int, int] | None = None) -> _Trip:
         """One forward and backward pass of a layer. ``kept`` gets what the layer saves in between."""
         crossing = cut(value)
-        watch = nullcontext() if kept is None else self._watch(number, crossing.inputs, kept)
+        watch = nullcontext() if kept is None else note_saved(kept, crossing.inputs, self._model.layers[number])
         with self._autocast(), watch:
             begin = self._now()
             output = self._layer(number, crossing.inputs)
@@ -195,21 +196,6 @@ class OneByOne(Passes):
         backward = self._backward(number, behind)
         given = tree_map(lambda leaf: _cut_off(leaf) if isinstance(leaf, Tensor) else leaf, output)
         return _Trip(seconds=(forward, backward), gradient_bytes=crossing.gradient_bytes, output=given)
-
-    def _watch(self, number: int, inputs: Any, kept: dict[int, int]) -> AbstractContextManager[Any]:
-        """Within this context, ``kept`` gets the bytes that the layer saves for its backward pass, by address."""
-        layer = self._model.layers[number]
-        weights = {storage_of(tensor)[0] for tensor in [*layer.parameters(), *layer.buffers()]}
-
-        def keep(tensor: Tensor) -> Tensor:
-            address, size = storage_of(tensor)
-            if address not in weights:
-                kept[address] = size
-            return tensor
-
-        for tensor in tensors_in(inputs):
-            keep(tensor)
-        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How fast two workers reach each other: messages to and fro over the transport that a run uses.
+"""Measures the link between two workers: messages to and fro over the transport that a run uses.
 
 One side keeps the time (``clock``), the other one sends back what it gets (``echo``). ``links.py`` brings two processes
 together for that; ``quick_link`` measures between two workers of a run that is about to train.

@@ -20,13 +20,16 @@ T = TypeVar("T")
 
 
 def until_training(command: Sequence[str], measure: Callable[[Run], T], *, module: bool = False) -> T:
-    """Runs a script as ``python`` would and returns what ``measure`` made of the ``Run`` that starts to train.
+    """Run a script as ``python`` would, and return ``measure(run)`` of its ``Run`` that is about to train.
 
-    What the script does wrong before is told as ``python`` tells it, and the exit code is the script's. What it does
-    wrong afterwards is no matter: it was stopped in the middle.
+    ``command`` is the script and its arguments; with ``module``, its first word is a module's name.
+
+    An error of the script before that is printed as ``python`` prints it, and ends this process with the script's exit
+    code (``SystemExit``). An error after that is ignored: the script was stopped in its middle. Raises ``UsageError``
+    if the script ends without training.
     """
     results: list[T] = []
-    failures: list[BaseException] = []  # the first decides; a script's `finally` may end in another one
+    failures: list[BaseException] = []  # in order; the first one counts, a script's `finally` may add another
 
     def look(run: Run) -> None:
         try:
@@ -51,7 +54,7 @@ def until_training(command: Sequence[str], measure: Callable[[Run], T], *, modul
 
 
 def _end_as_python_would(error: BaseException) -> None:
-    """Returns only where the script has ended in peace."""
+    """Raise the script's error, or print it and raise ``SystemExit``. Return if the script ended without an error."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return
     if isinstance(error, Exception) and not isinstance(error, HoldfastError):
@@ -61,6 +64,7 @@ def _end_as_python_would(error: BaseException) -> None:
 
 
 def _run(command: Sequence[str], *, module: bool) -> None:
+    """Run the script in this process, with ``sys.argv`` and ``sys.path`` as ``python`` sets them."""
     before, path = sys.argv, list(sys.path)
     sys.argv = list(command)
     try:
@@ -76,7 +80,7 @@ def _run(command: Sequence[str], *, module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
-    """A module that does not exist is the command line's mistake; one that imports such a module is the script's."""
+    """Raise ``UsageError`` if the module does not exist. An error while it is looked for is the script's own."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -92,7 +96,7 @@ def _check_module(name: str) -> None:
 
 
 def _print_error(error: Exception) -> None:
-    """The traceback from the script on: how it was started is no business of its author."""
+    """Print the traceback from the script's first frame on, without ours and those of ``runpy``."""
     frames = own = error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_globals.get("__name__") == "runpy":

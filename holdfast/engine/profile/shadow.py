@@ -1,4 +1,4 @@
-"""What an optimizer keeps and how long it takes, before its first step: tried out on tensors that nobody trains."""
+"""Measures an optimizer before its first step: what it keeps and how long it takes, tried out on spare tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 
 from holdfast.engine.update import Update
 
-TRIES = 2  # updates that are timed, after the one that makes the slots
-ADAM = 2  # slots as large as the weights: the usual, where it cannot be tried
+TRIES = 2  # updates that are timed, after the one that makes the slots; the faster one counts
+ADAM_SLOTS = 2  # tensors for each weight, as Adam has them: the guess for an optimizer that cannot be tried
 
 
 class OptimizerCost(NamedTuple):
-    """What an optimizer keeps for some parameters, and the seconds of its update."""
+    """The bytes that an optimizer keeps for some parameters, and the seconds of their update."""
 
     slot_bytes: int
     seconds: float
 
 
 class Shadow:
-    """An optimizer's double that can be given any tensors: same class, same settings, none of its state.
+    """Copies of a run's optimizer, with its class and settings but none of its state, that update spare tensors.
 
     Each kind of layer is tried once, with tensors of its parameters' shapes, so that no more memory is used than
     training one such layer takes.
@@ -43,10 +43,10 @@ class Shadow:
         groups = update.optimizer.param_groups
         self._group = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         self._known: dict[Any, OptimizerCost] = {}
-        self.is_guess = False  # some optimizer was not willing
+        self.is_guess = False  # whether the optimizer could not be tried, and ADAM_SLOTS were assumed
 
     def kept(self, parameters: Sequence[nn.Parameter]) -> OptimizerCost:
-        """For the parameters of a layer that have a gradient."""
+        """Return what the optimizer keeps for those of a layer's parameters that it trains."""
         trained = [p for p in parameters if id(p) in self._group]
         if not trained:
             return OptimizerCost(0, 0.0)
@@ -54,9 +54,9 @@ class Shadow:
         if kind not in self._known:
             try:
                 self._known[kind] = self._try(trained)
-            except Exception:  # an optimizer may want anything: closures, names, its own parameters
+            except Exception:  # an optimizer may need a closure, or its own parameters
                 self.is_guess = True
-                self._known[kind] = OptimizerCost(ADAM * sum(p.nbytes for p in trained), 0.0)
+                self._known[kind] = OptimizerCost(ADAM_SLOTS * sum(p.nbytes for p in trained), 0.0)
         return self._known[kind]
 
     def _try(self, parameters: Sequence[nn.Parameter]) -> OptimizerCost:
@@ -73,7 +73,7 @@ class Shadow:
             raise TypeError("an optimizer in an optimizer: the inner one would do the update")
         double: Any = object.__new__(type(self._optimizer))
         vars(double).update(vars(self._optimizer))
-        vars(double).pop("step", None)  # a scheduler puts one there that belongs to the real optimizer
+        vars(double).pop("step", None)  # a scheduler replaces it by one that belongs to the real optimizer
         hooks: dict[str, Any] = {name: OrderedDict() for name in vars(double) if name.endswith("_hooks")}
         vars(double).update(hooks, state=defaultdict(dict), param_groups=[])
         for number in sorted(set(groups)):

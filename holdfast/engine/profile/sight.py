@@ -1,8 +1,8 @@
-"""What can be seen of a model from outside, as plain data: settings, code and shapes, wherever they are kept.
+"""Turns a model's settings, code and shapes into plain data, from which the key of a profile is computed.
 
-Two processes see the same of the same script: nothing here is an id, a hash, or the order of a set. What differs in
-anything that may cost time must look different; where that cannot be told, a value looks different too often rather
-than too seldom.
+Two rules hold. Two processes that run the same script get the same data: no id of an object, no hash and no order of a
+set goes in. And two models that differ in anything that may cost time get different data; where that cannot be told,
+data differ too often rather than too seldom, and the model is only measured once more.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-DEPTH = 60  # of things in things; what is deeper is seen by its type
-ENTRIES = 10_000  # of a container; of a larger one, these and how many there are
-THINGS = 1_000_000  # in all
-FEW = 64  # integers in an array that are settings rather than data
+DEPTH = 60  # objects inside objects; deeper ones are described by their type alone: Python's stack has an end
+ENTRIES = 10_000  # of a container; of a larger one, the first so many and its length: more would take seconds
+THINGS = 1_000_000  # objects in all; further ones are described by their type alone, for the same reason
+FEW = 64  # integers that an array may have to be taken for settings; a longer one is taken for data
 
+# Types by the way that their values are described.
 EXACT = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, slice)
-SPOKEN = (  # repr says everything
+SPOKEN = (  # their repr, and that of subclasses, says everything
     torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype, range, slice, PurePath, Decimal,
     Fraction, datetime.date, datetime.time, datetime.timedelta,
 )  # fmt: skip
-NUMBERS = (int, float, complex, str, bytes)  # that a class may be made from
+NUMBERS = (int, float, complex, str, bytes)  # that a class may be derived from
 CONTAINERS = (dict, MappingProxyType, list, tuple, deque, set, frozenset)
 WRAPPERS = (classmethod, staticmethod, property, functools.cached_property)
 CODE = (FunctionType, *WRAPPERS)
 WRAPPED = ("__func__", "fget", "fset", "func", "__wrapped__")
-OF_A_MODULE = frozenset(vars(nn.Module()))  # torch's own: tensors and parts are seen apart, hooks are not
-OF_A_COMPILER = "_torchdynamo"  # torch.compile's notes have ids in them
+# Attributes that are left out.
+OF_A_MODULE = frozenset(vars(nn.Module()))  # torch's own: tensors and submodules are described apart, hooks never
+OF_A_COMPILER = "_torchdynamo"  # how the names of torch.compile's notes begin, which have ids in them
 OF_A_CLASS = frozenset(
     {"__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
     | {"__dataclass_fields__", "__dataclass_params__", "__dict__", "__weakref__"}
@@ -60,7 +62,7 @@ Origin = Literal["python", "torch", "library", "own"]
 
 
 def origin(module: str) -> Origin:
-    """Whose code it is, by the name of its module.
+    """Return whose code a module has, by its name.
 
     >>> origin("collections.abc"), origin("torch.nn"), origin("numpy"), origin("__main__")
     ('python', 'torch', 'library', 'own')
@@ -77,20 +79,20 @@ def origin(module: str) -> Origin:
 
 
 class Sight:
-    """Looks at values, each object once: where it is met again, only its number is said. So circles end.
+    """Describes values. An object that was described before is only named by its number, so circles end.
 
     >>> Sight().see({"sizes": (3, 4), "act": torch.relu})
     ['dict', [["'act'", ['relu', None]], ["'sizes'", ['tuple', ['3', '4']]]]]
     """
 
     def __init__(self, depth: int = DEPTH) -> None:
-        self._numbers: dict[int, int] = {}
-        self._met: list[Any] = []  # kept alive: no other object can get the id of one of these
+        self._numbers: dict[int, int] = {}  # id of an object → its number
+        self._met: list[Any] = []  # kept alive, so that no other object can get the id of one of these
         self._depth = depth
         self._things = THINGS
 
     def see(self, value: Any) -> Any:
-        """A value as lists and text."""
+        """Return the description of a value: text, or lists of lists and text."""
         flat = _flat(value)
         if flat is not None:
             return flat
@@ -146,7 +148,10 @@ class Sight:
         return [self.see(type(module)), self._named(own), self._registered(tensors), parts]
 
     def _registered(self, tensors: dict[str, Any]) -> list[Any]:
-        """Parameters and buffers, whose values training changes. A shared one is seen where it is met first."""
+        """Describe parameters and buffers, but not their values: training changes those.
+
+        A shared one is described where it is met first, and named by its number elsewhere.
+        """
         seen = []
         for name, tensor in tensors.items():
             if tensor is None or id(tensor) in self._numbers:
@@ -160,9 +165,15 @@ class Sight:
     # --- code -------------------------------------------------------------------------------------
 
     def _function(self, function: FunctionType) -> list[Any]:
-        """What it does, what it was given when it was made, and what it reaches for: not comments and line numbers."""
+        """Describe a function by its code, its defaults and closure, and the globals that it uses.
+
+        Comments and line numbers are not part of that.
+        """
         whose = origin(str(function.__globals__.get("__name__", "")))
-        if whose in ("python", "torch"):  # known by torch's version; a decorator's function may be anybody's
+        if whose in (
+            "python",
+            "torch",
+        ):  # torch's version is in the key; but what a decorator of torch wraps may be anybody's
             wrapped = getattr(function, "__wrapped__", None)
             return [function.__module__, function.__qualname__, self.see(wrapped)]
         given = [self.see(function.__defaults__), self.see(function.__kwdefaults__)]
@@ -174,7 +185,7 @@ class Sight:
     def _cell(self, cell: CellType) -> Any:
         try:
             return self.see(cell.cell_contents)
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             return None
 
     def _class(self, cls: type) -> list[Any]:
@@ -184,22 +195,22 @@ class Sight:
         members = {
             name: member
             for name, member in vars(cls).items()
-            if name not in OF_A_CLASS and (whose == "own" or isinstance(member, CODE))  # libraries keep caches there
+            if name not in OF_A_CLASS and (whose == "own" or isinstance(member, CODE))  # a library keeps caches there
         }
         return [cls.__qualname__, [self.see(base) for base in cls.__bases__], self._named(members)]
 
     # --- objects ----------------------------------------------------------------------------------
 
     def _object(self, value: Any) -> list[Any]:
-        """A container, or anything else by its class and attributes."""
+        """Describe a container by its content, anything else by its class and attributes."""
         content = self._content(value) if isinstance(value, CONTAINERS) else []
         if type(value) in CONTAINERS:
             return [type(value).__name__, *content]
         attributes = _attributes(value)
         whose = origin(type(value).__module__)
-        if whose == "torch" or type(value).__module__.partition(".")[0] == "holdfast":  # machinery, full of caches
+        if whose == "torch" or type(value).__module__.partition(".")[0] == "holdfast":  # has caches
             attributes = {name: one for name, one in attributes.items() if _flat(one) is not None}
-        elif whose == "python" and not isinstance(value, SimpleNamespace | argparse.Namespace):  # locks, loggers, files
+        elif whose == "python" and not isinstance(value, SimpleNamespace | argparse.Namespace):  # a lock, a file
             attributes = {name: getattr(value, name) for name in WRAPPED if hasattr(value, name)}
         named = getattr(value, "__name__", None)
         return [self.see(type(value)), named if isinstance(named, str) else None, self._named(attributes), *content]
@@ -214,19 +225,25 @@ class Sight:
         return [[self.see(one) for _, one in zip(range(ENTRIES), value, strict=False)], *more]
 
     def _sorted(self, values: Iterable[Any]) -> list[Any]:
+        """Sort by description: sets have another order in every process, and keys of a dict may not be comparable."""
         return sorted(values, key=lambda value: json.dumps(self._alone(value)))
 
     def _alone(self, value: Any) -> Any:
-        """As nobody who came before sees it: for what has no order yet."""
+        """Describe a value as if nothing had been described before it.
+
+        Elements of a set are sorted by this. Objects' numbers cannot be used for that: they depend on the order of
+        meeting them, and that order is being decided here.
+        """
         flat = _flat(value)
         return Sight(max(0, self._depth - 1)).see(value) if flat is None else flat
 
     def _named(self, attributes: dict[str, Any]) -> list[Any]:
+        """Describe named values, sorted by name."""
         return [[name, self.see(attributes[name])] for name in sorted(attributes)]
 
 
 def _flat(value: Any) -> str | None:
-    """What is all said in one word."""
+    """Return the description of a value that has no parts; None for other values."""
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name} {_flat(value.value)}"
     if type(value) in EXACT or isinstance(value, SPOKEN):
@@ -237,6 +254,7 @@ def _flat(value: Any) -> str | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
+    """An object's attributes, also those in slots; and its own number or text, if its class is derived from one."""
     slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
     kept = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     number = [base.__repr__(value) for base in NUMBERS if isinstance(value, base)]
@@ -246,11 +264,12 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _slots(cls: type) -> tuple[str, ...]:
     slots = vars(cls).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    private = f"_{cls.__name__.lstrip('_')}"  # as Python keeps what begins with two underscores
+    private = f"_{cls.__name__.lstrip('_')}"  # Python prefixes names that begin with two underscores
     return tuple(f"{private}{name}" if name[:2] == "__" else name for name in names)
 
 
 def _names(code: CodeType) -> set[str]:
+    """All names that a function's code may look up, also in functions inside it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
@@ -260,5 +279,5 @@ def _kind(value: Any) -> str:
 
 
 def _is_home(owner: Any) -> bool:
-    """Whether a builtin function is not a method of some value: it belongs to a module or a class."""
+    """Return whether the owner of a builtin function is a module or a class, and not a value whose method it is."""
     return owner is None or isinstance(owner, ModuleType | type)

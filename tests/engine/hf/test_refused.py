@@ -47,32 +47,24 @@ def nothing(_: Any) -> None: ...
 
 
 CASES = {
-    "layers of a decoder also need what the encoder gives": t5,
-    "only the GPT-2, Llama and BERT classes can": other_family,
-    "forward of its Mine is not that of transformers": own_forward,
+    "encoder": t5,
+    "GPT-2, Llama and BERT": other_family,
+    "forward of its Mine": own_forward,
     "mc_token_ids": changed("GPT2DoubleHeadsModel", nothing),
-    "folds the choices": changed("BertForMultipleChoice", nothing),
-    "also need what an encoder gives": changed("GPT2LMHeadModel", nothing, add_cross_attention=True),
-    "output_attentions is set": changed(
-        "BertForMaskedLM", nothing, output_attentions=True, attn_implementation="eager"
-    ),
-    "output_hidden_states is set": changed("LlamaModel", nothing, output_hidden_states=True),
-    "is_causal is set": changed("LlamaModel", lambda model: setattr(model.config, "is_causal", False)),
+    "choices": changed("BertForMultipleChoice", nothing),
+    "add_cross_attention": changed("GPT2LMHeadModel", nothing, add_cross_attention=True),
+    "output_attentions": changed("BertForMaskedLM", nothing, output_attentions=True, attn_implementation="eager"),
+    "output_hidden_states": changed("LlamaModel", nothing, output_hidden_states=True),
+    "is_causal": changed("LlamaModel", lambda model: setattr(model.config, "is_causal", False)),
     "quantised": changed("LlamaModel", lambda model: setattr(model.config, "quantization_config", {"bits": 4})),
-    "several devices": changed("LlamaModel", lambda model: setattr(model, "hf_device_map", {"a": 0, "b": 1})),
-    "rotary embedding (dynamic) changes": changed(
+    "device_map": changed("LlamaModel", lambda model: setattr(model, "hf_device_map", {"a": 0, "b": 1})),
+    "dynamic": changed(
         "LlamaModel", nothing, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ),
-    "forward of its GPT2Model is not": changed(
-        "GPT2LMHeadModel", lambda model: setattr(model.transformer, "forward", print)
-    ),
-    "its BertModel has hooks": changed("BertForMaskedLM", lambda model: model.bert.register_forward_hook(print)),
-    "no layer would have extra.weight, extra.bias": changed(
-        "GPT2Model", lambda model: model.add_module("extra", nn.Linear(1, 1))
-    ),
-    "it has 2 parts that are a GPT2Model": changed(
-        "GPT2LMHeadModel", lambda model: setattr(model, "other", build("GPT2Model"))
-    ),
+    "forward of its GPT2Model": changed("GPT2LMHeadModel", lambda model: setattr(model.transformer, "forward", print)),
+    "hooks": changed("BertForMaskedLM", lambda model: model.bert.register_forward_hook(print)),
+    "extra.weight, extra.bias": changed("GPT2Model", lambda model: model.add_module("extra", nn.Linear(1, 1))),
+    "2 parts": changed("GPT2LMHeadModel", lambda model: setattr(model, "other", build("GPT2Model"))),
 }
 
 
@@ -80,29 +72,27 @@ CASES = {
 def test_a_model_that_cannot_be_cut_is_refused(reason: str) -> None:
     with pytest.raises(UsageError) as caught:
         layers_of(CASES[reason]())
-    assert "cannot be cut into layers" in str(caught.value)
-    assert "pass layers=[...] yourself" in str(caught.value)
     assert reason in str(caught.value)
 
 
 def test_a_transformers_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("GPT2Model")
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")  # it puts others in its own place
-    with pytest.raises(UsageError, match=r"does not know transformers 4\.57\.6 \(5\.0 or newer"):
+    with pytest.raises(UsageError, match=r"4\.57\.6.*5\.0"):
         layers_of(model)
 
 
 IDS = texts()
 INPUTS = {
-    "got 'labels' as input": {"input_ids": IDS, "labels": IDS},
-    "got 'position_ids' as input": {"input_ids": IDS, "position_ids": IDS},
-    "got 'token_type_ids' as input": {"input_ids": IDS, "token_type_ids": IDS},  # Llama has none
-    "got no input_ids": {"attention_mask": IDS},
-    "'attention_mask' is shape (3, 1, 10, 10)": (IDS, torch.ones(3, 1, 10, 10)),
-    "'input_ids' is shape (10,)": IDS[0],
-    "'input_ids' is list": {"input_ids": IDS.tolist()},
-    "got a str as input": "text",
-    "got a tuple as input": (IDS, IDS, IDS),
+    "'labels'": {"input_ids": IDS, "labels": IDS},
+    "'position_ids'": {"input_ids": IDS, "position_ids": IDS},
+    "'token_type_ids'": {"input_ids": IDS, "token_type_ids": IDS},  # Llama has none
+    "no input_ids": {"attention_mask": IDS},
+    "(3, 1, 10, 10)": (IDS, torch.ones(3, 1, 10, 10)),
+    "(10,)": IDS[0],
+    "list": {"input_ids": IDS.tolist()},
+    "str": "text",
+    "tuple": (IDS, IDS, IDS),
 }
 
 

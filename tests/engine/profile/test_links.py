@@ -47,7 +47,7 @@ def test_two_processes_of_this_host() -> None:
 
 def test_who_does_not_know_the_token_is_refused_and_the_next_one_served() -> None:
     server = Served()
-    with pytest.raises(HoldfastError, match=r"refuses: wrong token \(the same HOLDFAST_TOKEN on both"):
+    with pytest.raises(HoldfastError, match="HOLDFAST_TOKEN"):
         links.measure_peer(server.address, "a wrong token")
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -74,7 +74,7 @@ def test_a_server_that_goes_away_is_an_error_in_words() -> None:
     async def scene() -> None:
         async with await asyncio.start_server(meet_and_leave, "127.0.0.1", 0) as server:
             address = server.sockets[0].getsockname()
-            with pytest.raises(HoldfastError, match="could not be measured: the generation"):
+            with pytest.raises(HoldfastError, match=r"127\.0\.0\.1"):
                 await asyncio.to_thread(links.measure_peer, address, TOKEN)
 
     asyncio.run(scene())

@@ -76,14 +76,14 @@ class Opaque(nn.Module):
 
 def test_layers_that_cannot_be_cut_are_refused_in_words() -> None:
     kept: list[Tensor] = []
-    with pytest.raises(UsageError, match=r"layer 0 \(Hidden\) has no backward pass of its own"):
+    with pytest.raises(UsageError, match=r"layer 0 \(Hidden\)"):
         costs(Hidden(kept, gives=True), Hidden(kept, gives=False))
-    with pytest.raises(UsageError, match=r"layer 1 \(Opaque\) gives a object, which cannot be sent"):
+    with pytest.raises(UsageError, match=r"layer 1 \(Opaque\).* object"):
         costs(linear(), Opaque(), linear())
 
 
 def test_bad_losses_are_refused_in_words() -> None:
-    with pytest.raises(UsageError, match="loss must give one number"):
+    with pytest.raises(UsageError, match="mean"):
         costs(linear(), loss=lambda output, target: output - target)
-    with pytest.raises(UsageError, match="does not depend on any parameter"):
+    with pytest.raises(UsageError, match="requires_grad"):
         costs(linear(), loss=lambda output, target: mse_loss(output.detach(), target))

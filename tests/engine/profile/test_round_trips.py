@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.profile import round_trips
@@ -16,6 +16,7 @@ from tests.engine.memory_group import on_workers
 
 
 @given(latency=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e6, 1e12))
+@settings(deadline=None)
 def test_a_link_that_keeps_to_the_formula_is_found(latency: float, bandwidth: float) -> None:
     link = round_trips.fit({size: latency + size / bandwidth for size in round_trips.SIZES})
     assert link.latency == pytest.approx(latency, rel=1e-3)
@@ -23,6 +24,7 @@ def test_a_link_that_keeps_to_the_formula_is_found(latency: float, bandwidth: fl
 
 
 @given(st.lists(st.floats(1e-6, 10.0), min_size=len(round_trips.SIZES), max_size=len(round_trips.SIZES)))
+@settings(deadline=None)
 def test_whatever_was_measured_gives_a_link_that_can_be_planned_with(times: list[float]) -> None:
     link = round_trips.fit(dict(zip(round_trips.SIZES, times, strict=True)))
     assert 0 < link.bandwidth < float("inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_a_module_that_does_not_exist_is_a_sentence(folder: Path, capsys: pytest
     (folder / "some_pack" / "__init__.py").write_text("")
     (folder / "some_pack" / "broken.py").write_text("import not_there_either")
     for name in ("not_there", "some_pack.not_there", "not_there.train", "some_pack", "a..b", "some_pack/broken.py"):
-        with pytest.raises(UsageError, match="there is no module"):
+        with pytest.raises(UsageError, match=re.escape(name)):
             until_training([name], lambda run: None, module=True)
     with pytest.raises(SystemExit):  # but what the script itself misses is its own error
         until_training(["some_pack.broken"], lambda run: None, module=True)
@@ -103,7 +104,7 @@ def test_a_module_that_does_not_exist_is_a_sentence(folder: Path, capsys: pytest
 @pytest.mark.parametrize("text", ["print('done')", "import sys; sys.exit(0)"])
 def test_a_script_that_never_trains(folder: Path, text: str) -> None:
     (folder / "train.py").write_text(text)
-    with pytest.raises(UsageError, match=r"train\.py has ended without training: it never came to"):
+    with pytest.raises(UsageError, match=r"train\.py.*run\.steps"):
         until_training(["train.py"], lambda run: None)
 
 
