@@ -38,13 +38,13 @@ def study(
     scale, determinism and crash safety; report.html, report.md, report.json and pictures are written to --out.
     """
     # Imported here, so that the other commands do not wait for numpy and matplotlib.
-    from holdfast.study import study as tool
+    from holdfast.study import run_study as tool
     from holdfast.study.process import end_all
     from holdfast.study.report import summary, write
     from holdfast.words import parse_duration
 
     names = tuple(dict.fromkeys(name.strip() for name in frameworks.split(",") if name.strip()))
-    settings = tool.Settings(
+    settings = tool.StudySettings(
         frameworks=names, quick=quick, model=model, mtbf=parse_duration(mtbf, "--mtbf"), seed=seed, out=out
     )
 

@@ -26,7 +26,7 @@ class GPTConfig:
     dropout: float = 0.1
 
 
-class Embedding(nn.Module):
+class GPTEmbedding(nn.Module):
     """What a byte is, and where it stands."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         return self.dropout(self.byte(text) + self.position(places))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Causal attention, then two linear layers, each added to what came in."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -67,7 +67,7 @@ class Block(nn.Module):
         return seen.transpose(1, 2).reshape(batch, time, width)
 
 
-class Head(nn.Module):
+class GPTHead(nn.Module):
     """A score for each byte that may come next."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -87,7 +87,7 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
     >>> nn.Sequential(*gpt_layers(GPTConfig()))(text).shape
     torch.Size([2, 16, 256])
     """
-    layers = [Embedding(config), *(Block(config) for _ in range(config.depth)), Head(config)]
+    layers = [GPTEmbedding(config), *(GPTBlock(config) for _ in range(config.depth)), GPTHead(config)]
     for layer in layers:
         layer.apply(_initialise)
     return layers

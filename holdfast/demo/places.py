@@ -10,7 +10,7 @@ from holdfast.words import count, size_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StagePlace:
     """A worker's stage in its pipeline."""
 
     worker: str
@@ -22,7 +22,7 @@ class Place:
     def layers_text(self) -> str:
         """The layers; the last one is included.
 
-        >>> Place(worker="0.0", pipeline=0, stage=0, layers=range(0, 3)).layers_text
+        >>> StagePlace(worker="0.0", pipeline=0, stage=0, layers=range(0, 3)).layers_text
         '0-2'
         """
         first, last = self.layers[0], self.layers[-1]
@@ -46,7 +46,7 @@ class Arrangement:
     generation: int
     step: int  # that was under way
     received: dict[str, int] = field(default_factory=dict)  # bytes, by the worker that they were sent to
-    _places: dict[str, Place | None] = field(default_factory=dict)
+    _places: dict[str, StagePlace | None] = field(default_factory=dict)
 
     def hear(self, event: Mapping[str, Any]) -> None:
         if event["generation"] != self.generation:
@@ -57,7 +57,7 @@ class Arrangement:
         elif "pipeline" not in event:
             self._places[worker] = None
         else:
-            self._places[worker] = Place(
+            self._places[worker] = StagePlace(
                 worker=worker,
                 pipeline=event["pipeline"],
                 stage=event["stage"],
@@ -69,14 +69,14 @@ class Arrangement:
         return all(worker in self._places and worker in self.received for worker in self.workers)
 
     @property
-    def pipelines(self) -> list[list[Place]]:
+    def pipelines(self) -> list[list[StagePlace]]:
         """The places of each pipeline, in the order of its stages."""
         places = sorted(self.places, key=lambda place: (place.pipeline, place.stage))
         numbers = sorted({place.pipeline for place in places})
         return [[place for place in places if place.pipeline == number] for number in numbers]
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[StagePlace]:
         return [place for place in self._places.values() if place is not None]
 
     @property

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.inside import disk
+from holdfast.study.models import gpt
 from holdfast.study.process import Failed
-from holdfast.study.shapes import gpt
 from holdfast.study.witness import Looked, Witness, a_few
 
 Row = dict[str, Any]

@@ -11,36 +11,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from holdfast.study.adapters.base import Format
+from holdfast.study.adapters.base import SaveFormat
+from holdfast.study.framework_processes import LIMIT, FrameworkProcesses
 from holdfast.study.inside import disk
 from holdfast.study.limits import Copy, measure
+from holdfast.study.models import StudyModel
 from holdfast.study.process import Failed, Start
-from holdfast.study.shapes import Shape, elements
-from holdfast.study.team import LIMIT, Team
 
 Say = Callable[[str], None]
 LIMITS = "limits"
 AT_ONCE = min(2, os.cpu_count() or 1)  # processes, where no times are measured
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A name and shapes; ``nbytes`` counts weights and momentum, float32."""
-
-    name: str
-    shapes: list[Shape]
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * 4 * elements(iter(self.shapes))
-
-
 @dataclass(kw_only=True)
-class Record:
+class FormatRounds:
     """What one format did, one entry a round; ``error`` if it failed, and it had no more turns then."""
 
     framework: str
-    form: Format
+    form: SaveFormat
     saves: list[dict[str, Any]] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
     besides: list[dict[str, Any]] = field(default_factory=list)
@@ -52,16 +40,16 @@ class Record:
 class Turns:
     """All that was measured of one model. Lists have one entry a round: ratios are taken round by round."""
 
-    model: Model
-    records: list[Record]
+    model: StudyModel
+    records: list[FormatRounds]
     limits: list[dict[str, float]]
 
 
 def take(
-    team: Team,
-    model: Model,
+    processes: FrameworkProcesses,
+    model: StudyModel,
     *,
-    formats: Mapping[str, Sequence[Format]],
+    formats: Mapping[str, Sequence[SaveFormat]],
     folder: Path,
     rounds: int,
     seed: int,
@@ -73,8 +61,8 @@ def take(
     before them that is not counted: memory that was never touched costs more than all else. ``forks``: new processes,
     to see how much memory a first save takes; what comes later finds it there."""
     together = fits(model.nbytes, len(formats))
-    team.model(model.shapes, seed=seed, together=together)
-    records = [Record(framework=name, form=form) for name, forms in formats.items() for form in forms]
+    processes.model(model.shapes, seed=seed, together=together)
+    records = [FormatRounds(framework=name, form=form) for name, forms in formats.items() for form in forms]
     order, copy = random.Random(seed), Copy(model.nbytes)
     limits: list[dict[str, float]] = []
     if forks is not None:
@@ -85,34 +73,34 @@ def take(
                 record.peak = peak
     for number in range(0 if training else 1, rounds + 1):
         say(f"{model.name}: round {number} of {rounds}" if number else f"{model.name}: warming up")
-        turns: list[Record | None] = [None, *(record for record in records if not record.error)]
+        turns: list[FormatRounds | None] = [None, *(record for record in records if not record.error)]
         for turn in order.sample(turns, len(turns)):
             if turn is None:
                 found = measure(folder / LIMITS, model.nbytes, copy)
                 limits += [found] if number else []
             else:
-                _turn(team, turn, folder / "save", training=training, counted=number > 0)
+                _turn(processes, turn, folder / "save", training=training, counted=number > 0)
     return Turns(model=model, records=records, limits=limits)
 
 
-def _turn(team: Team, record: Record, folder: Path, *, training: bool, counted: bool) -> None:
+def _turn(processes: FrameworkProcesses, record: FormatRounds, folder: Path, *, training: bool, counted: bool) -> None:
     given = {"form": record.form.name, "folder": str(folder.absolute())}
     try:
-        saved = team.ask(record.framework, "save", memory=training and counted, **given)
+        saved = processes.ask(record.framework, "save", memory=training and counted, **given)
         if counted:
-            loaded = team.ask(record.framework, "load", **given)
+            loaded = processes.ask(record.framework, "load", **given)
             if not loaded["same"]:
                 raise Failed("what was loaded is not what had been saved")
             record.saves.append(saved)
             record.loads.append(loaded)
-            record.besides += [team.ask(record.framework, "beside", **given)] if training else []
+            record.besides += [processes.ask(record.framework, "beside", **given)] if training else []
     except (Failed, OSError) as e:
         record.error = str(e)
     finally:
         disk.empty(folder)
 
 
-def _peak(fork: Start, model: Model, record: Record, folder: Path, seed: int) -> int | None:
+def _peak(fork: Start, model: StudyModel, record: FormatRounds, folder: Path, seed: int) -> int | None:
     """How far memory rises in the first save of a process."""
     with TemporaryDirectory(dir=folder) as target:
         try:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.study.inside.crash import NEW, OLD
+from holdfast.study.framework_processes import FrameworkProcesses
+from holdfast.study.inside.killed_saves import NEW, OLD
+from holdfast.study.models import Shape
 from holdfast.study.process import Failed, Start
 from holdfast.study.rows import error_text
-from holdfast.study.shapes import Shape
-from holdfast.study.team import Team
 
 LIMIT = 60.0  # seconds for a load; one that hangs on damaged input is ended
 SHOWN, LENGTH = 3, 160  # errors in a row, and their letters
@@ -25,14 +25,14 @@ class Witness:
 
     def __init__(self, framework: str, start: Start, logs: Path) -> None:
         self.framework = framework
-        self._team = Team({framework: start}, logs)
+        self._processes = FrameworkProcesses({framework: start}, logs)
         self.old: dict[str, str] = {}
         self.new: dict[str, str] = {}
 
     def model(self, shapes: list[Shape]) -> None:
         """From now on it is about this model."""
-        self._team.model(shapes, seed=0, together=True)
-        versions = self._team.ask(self.framework, "versions_of", within=LIMIT)
+        self._processes.model(shapes, seed=0, together=True)
+        versions = self._processes.ask(self.framework, "versions_of", within=LIMIT)
         self.old, self.new = versions[str(OLD)], versions[str(NEW)]
 
     def save_old(self, form: str, folder: Path) -> None:
@@ -40,7 +40,7 @@ class Witness:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         given = {"form": form, "folder": str(folder.absolute()), "version": OLD}
-        self._team.ask(self.framework, "overwrite", within=LIMIT, **given)
+        self._processes.ask(self.framework, "overwrite", within=LIMIT, **given)
         looked = self.look(form, folder)
         if looked["digests"] != self.old:
             raise Failed(f"what nobody has disturbed does not load as it was saved: {looked['error'] or 'it differs'}")
@@ -49,7 +49,7 @@ class Witness:
         """What is there now."""
         given = {"form": form, "folder": str(folder.absolute())}
         try:
-            looked = self._team.ask(self.framework, "look", within=LIMIT, **given)
+            looked = self._processes.ask(self.framework, "look", within=LIMIT, **given)
         except Failed as e:
             looked = {"error": str(e), "digests": None}
         error = looked["error"]
@@ -59,7 +59,7 @@ class Witness:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._team.close()
+        self._processes.close()
 
 
 def a_few(errors: Sequence[str]) -> list[str]:

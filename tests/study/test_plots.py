@@ -18,14 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from holdfast.study.advice.interval import on_interval
-from holdfast.study.plots import draw
-from holdfast.study.plots.cost import PARTS, end_of_axis
-from holdfast.study.plots.interval import draw_interval
+from holdfast.study.advice.interval_advice import on_interval
+from holdfast.study.plots import DRAWN, draw
+from holdfast.study.plots.cost_plot import PARTS, end_of_axis
+from holdfast.study.plots.interval_plot import draw_interval
 from holdfast.study.plots.look import DPI, WIDTH, headed
-from holdfast.study.plots.matrix import mark_of
-from holdfast.study.plots.pictures import DRAWN
-from holdfast.study.plots.scale import LOOK, LOOKS
+from holdfast.study.plots.scale_plot import LOOK, LOOKS
+from holdfast.study.plots.verdicts_plot import mark_of
 from holdfast.study.rows import AXES
 from holdfast.words import seconds_text, size_text
 from tests.study.example import SIZES, example

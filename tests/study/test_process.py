@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.study.framework_processes import FrameworkProcesses
+from holdfast.study.framework_zygote import FrameworkZygote
 from holdfast.study.process import Failed, Process
-from holdfast.study.team import Team
-from holdfast.study.zygote import Zygote
 from tests.study.conftest import Fork, starting
 
 PYTHON = Path(sys.executable)
@@ -53,7 +53,7 @@ def test_a_framework_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
 
 
 def test_forks_do_not_outlive_a_study_that_dies_and_say_when_their_zygote_has(tmp_path: Path) -> None:
-    with Zygote(Process("pytorch", PYTHON, tmp_path / "log")) as zygote:
+    with FrameworkZygote(Process("pytorch", PYTHON, tmp_path / "log")) as zygote:
         one, other = (zygote.fork(tmp_path / name) for name in ("one", "other"))
         assert one.ask("hello") == other.ask("hello")
         one._requests.close()
@@ -71,7 +71,7 @@ def test_forks_do_not_outlive_a_study_that_dies_and_say_when_their_zygote_has(tm
 
 def test_a_team_starts_a_dead_one_again(fork: Fork, tmp_path: Path) -> None:
     shapes = [("weight", (4, 3)), ("bias", (4,))]
-    with Team({"pytorch": fork("pytorch")}, tmp_path) as team:
+    with FrameworkProcesses({"pytorch": fork("pytorch")}, tmp_path) as team:
         team.model(shapes, seed=0, together=True)
         folder = str(tmp_path / "save")
         assert team.ask("pytorch", "save", form="torch.save", folder=folder)["bytes"] > 0
@@ -82,7 +82,7 @@ def test_a_team_starts_a_dead_one_again(fork: Fork, tmp_path: Path) -> None:
 
 
 def test_no_process_outlives_its_team(tmp_path: Path) -> None:
-    with Team({"pytorch": starting("pytorch")}, tmp_path) as team:
+    with FrameworkProcesses({"pytorch": starting("pytorch")}, tmp_path) as team:
         team.hello()
         process = team._processes["pytorch"]
     assert not process.alive

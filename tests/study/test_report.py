@@ -15,8 +15,8 @@ from holdfast.errors import HoldfastError
 from holdfast.screen import Screen
 from holdfast.study.advice import advise
 from holdfast.study.report import html, summary, write
-from holdfast.study.report.summary import show
-from holdfast.study.report.tables import Cell, Table, numbered, tables
+from holdfast.study.report.report_tables import ReportCell, ReportTable, numbered, tables
+from holdfast.study.report.terminal import show
 from holdfast.study.rows import AXES
 from tests.study.example import WHY_MISSING, example
 
@@ -250,8 +250,8 @@ def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> 
 
 
 def test_a_short_line_spans_the_rest() -> None:
-    line = [Cell(text="a", row="x/a"), Cell(text="failed: gone")]
-    table = Table(key="x", title="X", says="", columns=["row", "b", ">c"], lines=[line])
+    line = [ReportCell(text="a", row="x/a"), ReportCell(text="failed: gone")]
+    table = ReportTable(key="x", title="X", says="", columns=["row", "b", ">c"], lines=[line])
     text = html.page({"version": "1", "when": "now", "advice": []}, [table], numbered([table]), {})
     assert '<td colspan="2">failed: gone</td>' in text
 

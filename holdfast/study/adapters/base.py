@@ -1,8 +1,10 @@
-"""What an adapter must be able to do. Standard library and numpy only: this runs in every framework's interpreter.
+"""The interface of a framework's adapter. It needs numpy and the standard library only: it runs in every interpreter.
 
-Three things are asked of a framework: to train a model of given shapes and save it in its formats (``Training``), to
-train a small net with all the randomness of a real script and go on after a restart (``Lesson``), and to save on
-several ranks (``Adapter.join``, ``Training.save_ranked``).
+A framework must do three things:
+
+- train a model of given shapes and save it in its formats (``ModelInTraining``);
+- train a small net with all the randomness of a real script, and go on after a restart (``Lesson``);
+- save on several ranks (``Adapter.join``, ``ModelInTraining.save_ranked``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SAVES = {"step 0": 0, "mid-epoch": 3, "epoch's end": EPOCH}  # when it is saved
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class SaveFormat:
     """One way to save."""
 
     name: str
@@ -40,7 +42,7 @@ class Format:
     renamed: bool = False  # written beside the old one, then renamed: only to see what that is worth in a crash
 
 
-class Training(ABC):
+class ModelInTraining(ABC):
     """A model with these shapes and its optimizer (SGD with momentum 0.9), float32, in training.
 
     Every weight ``w`` with two or more dimensions is used as a matrix of ``w.shape[0]`` rows: the loss is the sum of
@@ -78,7 +80,7 @@ class Training(ABC):
         if wait is not None:
             wait()
 
-    usual_format: Format  # that of save_ranked
+    usual_format: SaveFormat  # that of save_ranked
 
     def reset(self, seed: int) -> None:
         """Other numbers everywhere, as hard to compress as trained ones: parts of one random line, which is longer than
@@ -140,7 +142,7 @@ class Lesson(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StatePart:
     """Something that an identical restart may need."""
 
     name: str
@@ -151,9 +153,9 @@ class Adapter(ABC):
     """A framework, as the study sees it."""
 
     name: str
-    formats: tuple[Format, ...]
+    formats: tuple[SaveFormat, ...]
     strategies: tuple[str, ...] = (RANK_ZERO, EVERY_RANK)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StatePart, ...] = ()
     usual: frozenset[str] = frozenset()  # the parts that its own documentation saves
     usual_means: str = ""  # in words: "model and optimizer, as in the tutorial"
     variants: tuple[str, ...] = ("",)  # of the lesson, beside the plain one: "worker processes"
@@ -163,7 +165,7 @@ class Adapter(ABC):
         """The packages that matter here."""
 
     @abstractmethod
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         """A model to save."""
 
     @abstractmethod
@@ -174,5 +176,5 @@ class Adapter(ABC):
         """Before ``save_ranked``: meets the other ranks at ``host:port``. May be called again with another number.
         The default needs no meeting."""
 
-    def format(self, name: str) -> Format:
+    def format(self, name: str) -> SaveFormat:
         return next(form for form in self.formats if form.name == name)

@@ -13,18 +13,18 @@ import h5py  # type: ignore[import-not-found]
 import numpy as np
 from chainer import serializers
 
-from holdfast.study.adapters.base import BATCH, Adapter, Arrays, Format, Lesson, Shapes, Training
+from holdfast.study.adapters.base import BATCH, Adapter, Arrays, Lesson, ModelInTraining, SaveFormat, Shapes
 from holdfast.study.adapters.chainer_lesson import PARTS, ChainerLesson
 
 FORMATS = (
-    Format(name="npz", suffix=".npz", compressed=True),
-    Format(name="npz raw", suffix=".npz"),
-    Format(name="hdf5", suffix=".h5", compressed=True),
-    Format(name="hdf5 raw", suffix=".h5"),
+    SaveFormat(name="npz", suffix=".npz", compressed=True),
+    SaveFormat(name="npz raw", suffix=".npz"),
+    SaveFormat(name="hdf5", suffix=".h5", compressed=True),
+    SaveFormat(name="hdf5 raw", suffix=".h5"),
 )
 
 
-class ChainerTraining(Training):
+class ChainerTraining(ModelInTraining):
     usual_format = FORMATS[1]  # ranks would wait for the compressor, not for each other
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
@@ -101,7 +101,7 @@ class ChainerAdapter(Adapter):
     def versions(self) -> dict[str, str]:
         return {"chainer": chainer.__version__, "numpy": np.__version__, "h5py": h5py.__version__}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         return ChainerTraining(shapes, seed)
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

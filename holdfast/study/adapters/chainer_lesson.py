@@ -13,25 +13,27 @@ import chainer.links as L  # type: ignore[import-not-found]  # noqa: N812
 import numpy as np
 from chainer import serializers, training
 
-from holdfast.study.adapters.base import EPOCH, Lesson, Part, bits, digest
+from holdfast.study.adapters.base import EPOCH, Lesson, StatePart, bits, digest
 
 BATCH, INPUTS, HIDDEN, DROPPED = 8, 16, 32, 0.3
 
 PARTS = (
-    Part(name="model", what="the model's weights (Chain.serialize)"),
-    Part(
+    StatePart(name="model", what="the model's weights (Chain.serialize)"),
+    StatePart(
         name="optimizer",
         what="Adam's moments and counters; saved before the first update, it loads only with strict=False",
     ),
-    Part(name="scheduler", what="the learning rate's ExponentialShift extension; the optimizer does not save its rate"),
-    Part(name="loader", what="SerialIterator: the epoch's order and the position in it"),
-    Part(name="average", what="the average of the weights, an extension"),
-    Part(name="numpy rng", what="numpy.random.get_state(): dropout, the next epoch's order, augmentation"),
-    Part(name="python rng", what="random.getstate(): augmentation"),
+    StatePart(
+        name="scheduler", what="the learning rate's ExponentialShift extension; the optimizer does not save its rate"
+    ),
+    StatePart(name="loader", what="SerialIterator: the epoch's order and the position in it"),
+    StatePart(name="average", what="the average of the weights, an extension"),
+    StatePart(name="numpy rng", what="numpy.random.get_state(): dropout, the next epoch's order, augmentation"),
+    StatePart(name="python rng", what="random.getstate(): augmentation"),
 )
 
 
-class Net(chainer.Chain):
+class ChainerNet(chainer.Chain):
     def __init__(self) -> None:
         super().__init__()
         with self.init_scope():
@@ -45,7 +47,7 @@ class Net(chainer.Chain):
 class Average(training.Extension):
     """Follows the weights slowly."""
 
-    def __init__(self, model: Net) -> None:
+    def __init__(self, model: ChainerNet) -> None:
         self.model = model.copy(mode="copy")
 
     def __call__(self, trainer: Any) -> None:
@@ -71,7 +73,7 @@ class ChainerLesson(Lesson):
         source = np.random.RandomState(seed)
         rows = source.standard_normal((BATCH * EPOCH, INPUTS)).astype(np.float32)
         data = chainer.datasets.TupleDataset(rows, rows.sum(axis=1, keepdims=True))
-        self._model = Net()
+        self._model = ChainerNet()
         optimizer = chainer.optimizers.Adam(alpha=0.01).setup(self._model)
         loader = chainer.iterators.SerialIterator(chainer.datasets.TransformDataset(data, augment), BATCH, shuffle=True)
         self._updater = training.StandardUpdater(loader, optimizer, loss_func=self._loss)

@@ -11,11 +11,21 @@ import keras  # type: ignore[import-not-found]
 import numpy as np
 import tensorflow as tf  # type: ignore[import-untyped]
 
-from holdfast.study.adapters.base import BATCH, STATES, Adapter, Arrays, Format, Lesson, Shapes, Training, Wait
+from holdfast.study.adapters.base import (
+    BATCH,
+    STATES,
+    Adapter,
+    Arrays,
+    Lesson,
+    ModelInTraining,
+    SaveFormat,
+    Shapes,
+    Wait,
+)
 from holdfast.study.adapters.tensorflow_lesson import PARTS, VARIANTS, TensorflowLesson
 
-CHECKPOINT = Format(name="tf.train.Checkpoint")
-KERAS = Format(name="keras", suffix=".keras")
+CHECKPOINT = SaveFormat(name="tf.train.Checkpoint")
+KERAS = SaveFormat(name="keras", suffix=".keras")
 
 
 @keras.saving.register_keras_serializable("holdfast")
@@ -32,7 +42,7 @@ class Weights(keras.Model):
         return {**super().get_config(), "shapes": [[name, list(shape)] for name, shape in self.shapes]}
 
     def call(self, x: Any) -> Any:
-        """The loss of ``base.Training``."""
+        """The loss of ``base.ModelInTraining``."""
         losses = []
         for tensor in self.tensors:
             if len(tensor.shape) == 1:
@@ -43,7 +53,7 @@ class Weights(keras.Model):
         return tf.add_n(losses)
 
 
-class TensorflowTraining(Training):
+class TensorflowTraining(ModelInTraining):
     usual_format = CHECKPOINT
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
@@ -113,7 +123,7 @@ class Tensorflow(Adapter):
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("tensorflow-cpu", "keras", "h5py", "numpy")}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         return TensorflowTraining(shapes, seed)
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

@@ -15,16 +15,18 @@ import keras  # type: ignore[import-not-found]
 import numpy as np
 import tensorflow as tf  # type: ignore[import-untyped]
 
-from holdfast.study.adapters.base import BATCH, EPOCH, STEPS, Lesson, Part, bits, digest
+from holdfast.study.adapters.base import BATCH, EPOCH, STEPS, Lesson, StatePart, bits, digest
 
 PARTS = (
-    Part(name="model", what="tf.train.Checkpoint(model=model)"),
-    Part(name="optimizer", what="optimizer.variables: Adam's averages, and the step that the learning rate falls with"),
-    Part(name="average", what="the average of the weights"),
-    Part(name="loader", what="tf.train.Checkpoint(iterator=iter(dataset))"),
-    Part(name="dropout", what="layer.seed_generator.state, which a model's checkpoint leaves out"),
-    Part(name="numpy rng", what="numpy.random.get_state()"),
-    Part(name="python rng", what="random.getstate()"),
+    StatePart(name="model", what="tf.train.Checkpoint(model=model)"),
+    StatePart(
+        name="optimizer", what="optimizer.variables: Adam's averages, and the step that the learning rate falls with"
+    ),
+    StatePart(name="average", what="the average of the weights"),
+    StatePart(name="loader", what="tf.train.Checkpoint(iterator=iter(dataset))"),
+    StatePart(name="dropout", what="layer.seed_generator.state, which a model's checkpoint leaves out"),
+    StatePart(name="numpy rng", what="numpy.random.get_state()"),
+    StatePart(name="python rng", what="random.getstate()"),
 )
 IN_PIPELINE = "random map in tf.data"
 VARIANTS = ("", IN_PIPELINE)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
-from holdfast.study.inside import crash, lesson, ranks, save
+from holdfast.study.inside import killed_saves, operations
 from holdfast.study.inside.session import Session
 
 Operation = Callable[..., dict[str, Any]]
@@ -93,18 +93,18 @@ def ended(session: Session, *, pid: int, wait: bool) -> dict[str, Any]:
 
 OPERATIONS: dict[str, Operation] = {
     "hello": hello,
-    "make": save.make,
-    "drop": save.drop,
-    "save": save.save,
-    "load": save.load,
-    "beside": save.beside,
-    "join": ranks.join,
-    "save_ranked": ranks.save_ranked,
-    "train": lesson.train,
-    "doom": crash.doom,
-    "overwrite": crash.overwrite,
-    "versions_of": crash.versions_of,
-    "look": crash.look,
+    "make": operations.make,
+    "drop": operations.drop,
+    "save": operations.save,
+    "load": operations.load,
+    "beside": operations.beside,
+    "join": operations.join,
+    "save_ranked": operations.save_ranked,
+    "train": operations.train,
+    "doom": killed_saves.doom,
+    "overwrite": killed_saves.overwrite,
+    "versions_of": killed_saves.versions_of,
+    "look": killed_saves.look,
     "fork": fork,
     "ended": ended,
 }

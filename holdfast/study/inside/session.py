@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import IO
 
 from holdfast.study import adapters
-from holdfast.study.adapters.base import Adapter, Training, Wait
+from holdfast.study.adapters.base import Adapter, ModelInTraining, Wait
 
 
 class Session:
@@ -17,7 +17,7 @@ class Session:
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
-        self._training: Training | None = None
+        self._training: ModelInTraining | None = None
 
     def begin(self) -> None:
         """Imports the framework, with the first request: what goes wrong is an answer then."""
@@ -25,13 +25,13 @@ class Session:
             self.adapter = adapters.find(self._framework)
 
     @property
-    def training(self) -> Training:
+    def training(self) -> ModelInTraining:
         if self._training is None:
             raise RuntimeError("no model was made yet")
         return self._training
 
     @training.setter
-    def training(self, training: Training | None) -> None:
+    def training(self, training: ModelInTraining | None) -> None:
         self._training = training
 
     def save(self, form: str, folder: Path) -> Wait | None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from holdfast.study.adapters.base import SAVES
-from holdfast.study.determinism import measure, plan, restarts
+from holdfast.study.determinism_axis import measure, plan, restarts
 from holdfast.study.inside.serve import hello
 from holdfast.study.inside.session import Session
 from holdfast.study.process import Failed, Start
-from holdfast.study.verdict import Row, Run, difference, judge_control, needed
+from holdfast.study.restart_verdict import LessonRun, Row, difference, judge_control, needed
 from tests.study import toy
 from tests.study.conftest import Fork, starting
 
@@ -77,7 +77,7 @@ def test_no_process_is_started_for_what_is_known(usual: list[str], processes: in
 
 # --- the verdict ---------------------------------------------------------------------------------
 
-CONTROL = Run(first=0, losses=["a", "b", "c", "d"], digests={"weights": "1", "average": "2"})
+CONTROL = LessonRun(first=0, losses=["a", "b", "c", "d"], digests={"weights": "1", "average": "2"})
 
 
 @pytest.mark.parametrize(
@@ -94,25 +94,25 @@ CONTROL = Run(first=0, losses=["a", "b", "c", "d"], digests={"weights": "1", "av
 def test_any_bit_that_differs_is_seen(
     losses: list[str], digests: dict[str, str], first_step: int | None, where: tuple[str, ...]
 ) -> None:
-    found = difference(CONTROL, Run(first=2, losses=losses, digests={**CONTROL.digests, **digests}))
+    found = difference(CONTROL, LessonRun(first=2, losses=losses, digests={**CONTROL.digests, **digests}))
     assert found is not None
     assert (found.first_step, found.where) == (first_step, where)
 
 
 def test_only_what_is_all_the_same_is_identical() -> None:
-    assert difference(CONTROL, Run(first=2, losses=["c", "d"], digests=CONTROL.digests)) is None
+    assert difference(CONTROL, LessonRun(first=2, losses=["c", "d"], digests=CONTROL.digests)) is None
 
 
 @pytest.mark.parametrize(
     ("again", "verdict"),
     [
         (CONTROL, "identical"),
-        (Run(first=0, losses=["a", "b", "c", "x"], digests=CONTROL.digests), "not testable"),
-        (Run(first=0, losses=CONTROL.losses, digests={"weights": "1", "average": "x"}), "not testable"),
+        (LessonRun(first=0, losses=["a", "b", "c", "x"], digests=CONTROL.digests), "not testable"),
+        (LessonRun(first=0, losses=CONTROL.losses, digests={"weights": "1", "average": "x"}), "not testable"),
         (Failed("gone"), "failed"),
     ],
 )
-def test_the_control_is_identical_only_if_all_is(again: Run | Failed, verdict: str) -> None:
+def test_the_control_is_identical_only_if_all_is(again: LessonRun | Failed, verdict: str) -> None:
     assert judge_control(CONTROL, again).verdict == judge_control(again, CONTROL).verdict == verdict
 
 

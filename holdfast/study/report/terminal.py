@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.screen import Screen
 from holdfast.study.numbers import listed
+from holdfast.study.restart_verdict import EVERYTHING, USUAL, needed
 from holdfast.study.rows import (
     Results,
     Row,
@@ -18,7 +19,6 @@ from holdfast.study.rows import (
     rows_of,
     runs_of,
 )
-from holdfast.study.verdict import EVERYTHING, USUAL, needed
 from holdfast.words import seconds_text, size_text
 
 FAILED = "failed"

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from holdfast.study.adapters.base import Shapes
+from holdfast.study.adapters.base import STEPS, Shapes
 from holdfast.study.inside import disk
 from holdfast.study.inside.session import Session
 
@@ -137,3 +137,44 @@ def _usual_steps(session: Session) -> list[float]:
         session.training.step()
         found.append(time.monotonic() - begin)
     return found
+
+
+def join(session: Session, *, rank: int, ranks: int, address: str) -> dict[str, Any]:
+    """Meets the other ranks."""
+    session.adapter.join(rank, ranks, address)
+    return {}
+
+
+def save_ranked(
+    session: Session, *, strategy: str, folder: str, rank: int, ranks: int, at: float = 0.0
+) -> dict[str, Any]:
+    """Begins at the moment ``at`` of the machine's clock, as all ranks do; ends when all of it is on the disk."""
+    time.sleep(max(0.0, at - time.monotonic()))
+    before, begin = disk.written(), time.monotonic()
+    session.training.save_ranked(strategy, Path(folder), rank, ranks)
+    disk.sync(Path(folder))
+    return {"seconds": time.monotonic() - begin, "written": disk.written() - before}
+
+
+def train(
+    session: Session,
+    *,
+    seed: int,
+    variant: str = "",
+    restore: tuple[str, int, list[str]] | None = None,
+    saves: list[tuple[int, str, list[str]]] = (),  # type: ignore[assignment]
+) -> dict[str, Any]:
+    """``restore``: (folder, step, parts) to begin from. ``saves``: (step, folder, parts), in the order of their steps;
+    it trains on after each. The losses are those of the steps from the first one on."""
+    lesson = session.adapter.lesson(seed, variant)
+    step = 0
+    if restore is not None:
+        folder, step, parts = restore
+        lesson.restore(Path(folder), frozenset(parts))
+    first, losses = step, []
+    for at, folder, parts in saves:
+        losses += lesson.train(at - step)
+        step = at
+        lesson.save(Path(folder), frozenset(parts))
+    losses += lesson.train(STEPS - step)
+    return {"first": first, "losses": losses, "digests": lesson.digests()}

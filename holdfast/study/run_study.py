@@ -15,17 +15,17 @@ from tempfile import mkdtemp
 from typing import Any
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.study import crash, determinism, machine, scale
+from holdfast.study import crash_axis, determinism_axis, machine, scale_axis
 from holdfast.study.adapters import NAMES
-from holdfast.study.adapters.base import Format
+from holdfast.study.adapters.base import SaveFormat
 from holdfast.study.advice import advise
-from holdfast.study.cost import cost_rows, format_rows, limit_rows
+from holdfast.study.cost_rows import cost_rows, format_rows, limit_rows
+from holdfast.study.framework_processes import FrameworkProcesses
+from holdfast.study.framework_zygote import FrameworkZygote
 from holdfast.study.install import Installed, ensure
-from holdfast.study.models import model_of
+from holdfast.study.models import StudyModel, model_of
 from holdfast.study.process import Failed, Process, Start
-from holdfast.study.team import Team
-from holdfast.study.turns import AT_ONCE, Model, take
-from holdfast.study.zygote import Zygote
+from holdfast.study.turns import AT_ONCE, take
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -33,7 +33,7 @@ Hello = dict[str, Any] | Failed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StudyPlan:
     """How much is measured. ``costly``: models whose saves are also measured beside training."""
 
     costly: tuple[str, ...]
@@ -45,10 +45,10 @@ class Plan:
     kills: int
 
 
-QUICK = Plan(
+QUICK = StudyPlan(
     costly=("small-gpt",), others=("lenet",), scaled="small-gpt", killed="small-gpt", rounds=2, other_rounds=1, kills=2
 )
-FULL = Plan(
+FULL = StudyPlan(
     costly=("gpt", "resnet50"),
     others=("lenet", "vgg16"),
     scaled="resnet50",
@@ -60,10 +60,10 @@ FULL = Plan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StudySettings:
     """What a user has asked for.
 
-    >>> Settings(frameworks=("pytorch", "numpy"))
+    >>> StudySettings(frameworks=("pytorch", "numpy"))
     Traceback (most recent call last):
     holdfast.errors.UsageError: there is no adapter for 'numpy' (there are pytorch, tensorflow, jax, chainer, holdfast)
     """
@@ -85,7 +85,7 @@ class Settings:
             raise UsageError("the time between failures must be positive", hint="as in --mtbf 6h")
 
 
-def study(settings: Settings, say: Say) -> dict[str, Any]:
+def study(settings: StudySettings, say: Say) -> dict[str, Any]:
     """Everything that was measured, and what follows from it."""
     plan = QUICK if settings.quick else FULL
     costly = [model_of(name) for name in ([settings.model] if settings.model else plan.costly)]
@@ -95,27 +95,27 @@ def study(settings: Settings, say: Say) -> dict[str, Any]:
         installed = [ensure(name, say) for name in settings.frameworks]
         results = _opening(settings, plan, costly)
         starts = {each.framework: partial(Process, each.framework, each.python) for each in installed if each.python}
-        with Team(starts, settings.out / "logs") as team:
+        with FrameworkProcesses(starts, settings.out / "logs") as processes:
             say("starting the frameworks")
-            hellos = team.hello()
+            hellos = processes.hello()
             results["frameworks"] = [_framework(each, hellos.get(each.framework)) for each in installed]
             able = {name: hello for name, hello in hellos.items() if not isinstance(hello, Failed)}
             if not able:
                 reasons = "; ".join(f"{row['framework']}: {row['why']}" for row in results["frameworks"])
                 raise HoldfastError(f"none of the frameworks can be measured: {reasons}")
             alone = {name: partial(starts[name], threads=1) for name in able}
-            axes = Axes(settings=settings, plan=plan, starts=alone, able=able, folder=folder, say=say)
+            axes = Measurements(settings=settings, plan=plan, starts=alone, able=able, folder=folder, say=say)
             with axes.zygotes() as forks:
-                results |= axes.costs(team, forks, costly, others)
-                team.close()
+                results |= axes.costs(processes, forks, costly, others)
+                processes.close()
                 results |= axes.others(forks)
     results["advice"] = advise(results)
     return results
 
 
-def _room(plan: Plan, models: Sequence[Model]) -> int:
+def _room(plan: StudyPlan, models: Sequence[StudyModel]) -> int:
     """Bytes that lie on the disk at once, at most: a save beside what is being removed, or a file of each rank's."""
-    return max(3 * max(model.nbytes for model in models), (1 + max(scale.RANKS)) * model_of(plan.scaled).nbytes)
+    return max(3 * max(model.nbytes for model in models), (1 + max(scale_axis.RANKS)) * model_of(plan.scaled).nbytes)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _scratch(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _opening(settings: Settings, plan: Plan, costly: Sequence[Model]) -> Row:
+def _opening(settings: StudySettings, plan: StudyPlan, costly: Sequence[StudyModel]) -> Row:
     return {
         "version": version("holdfast"),
         "when": datetime.now().isoformat(timespec="seconds"),
@@ -158,11 +158,11 @@ def _framework(installed: Installed, hello: Hello | None) -> Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axes:
+class Measurements:
     """All that is measured."""
 
-    settings: Settings
-    plan: Plan
+    settings: StudySettings
+    plan: StudyPlan
     starts: Mapping[str, Start]  # with one thread: several have their turn at once
     able: Mapping[str, Row]  # what the frameworks said they can do
     folder: Path
@@ -173,15 +173,21 @@ class Axes:
         """Of every framework, all ready: what they import beside a measurement would disturb it."""
         with ExitStack() as stack:
             begun = {name: start(self._logs / f"{name}.log") for name, start in self.starts.items()}
-            found = {name: stack.enter_context(Zygote(process)) for name, process in begun.items()}
+            found = {name: stack.enter_context(FrameworkZygote(process)) for name, process in begun.items()}
             for zygote in found.values():
                 zygote.ready()
             yield {name: zygote.fork for name, zygote in found.items()}
 
-    def costs(self, team: Team, forks: Mapping[str, Start], costly: Sequence[Model], others: Sequence[Model]) -> Row:
+    def costs(
+        self,
+        processes: FrameworkProcesses,
+        forks: Mapping[str, Start],
+        costly: Sequence[StudyModel],
+        others: Sequence[StudyModel],
+    ) -> Row:
         """Cost, formats and the limits of the machine, from the same turns."""
-        formats = {name: [Format(**form) for form in hello["formats"]] for name, hello in self.able.items()}
-        turns_of = partial(take, team, formats=formats, folder=self.folder, seed=self.settings.seed, say=self.say)
+        formats = {name: [SaveFormat(**form) for form in hello["formats"]] for name, hello in self.able.items()}
+        turns_of = partial(take, processes, formats=formats, folder=self.folder, seed=self.settings.seed, say=self.say)
         found: Row = {"limits": [], "cost": [], "formats": []}
         for model in costly:
             turns = turns_of(model, rounds=self.plan.rounds, training=True, forks=forks)
@@ -212,7 +218,7 @@ class Axes:
 
     def _scale(self, name: str, fork: Start) -> list[Row]:
         self.say(f"{name}: saved by 1, 2 and 4 ranks")
-        return scale.measure(
+        return scale_axis.measure(
             name,
             fork,
             self.able[name]["strategies"],
@@ -225,7 +231,7 @@ class Axes:
         )
 
     def _crash(self, name: str, fork: Start) -> list[Row]:
-        return crash.measure(
+        return crash_axis.measure(
             name,
             fork,
             [form["name"] for form in self.able[name]["formats"]],
@@ -238,7 +244,7 @@ class Axes:
         )
 
     def _determinism(self, name: str, fork: Start) -> list[Row]:
-        return determinism.measure(
+        return determinism_axis.measure(
             name,
             self.starts[name],
             self.able[name],

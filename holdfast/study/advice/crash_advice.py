@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.study.advice.format import NAMED, NEW_NAME, kills
+from holdfast.study.advice.format_advice import NAMED, NEW_NAME, kills
 from holdfast.study.advice.sentence import Advice
 from holdfast.study.numbers import listed
 from holdfast.study.rows import Results, Row, bad_of, blows, main_costs, measured, middle, name_of, overlap, same_format

@@ -13,13 +13,13 @@ from typing import Any
 
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.local import start_zygote
+from holdfast.demo.display import Show
 from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, kill_workers
-from holdfast.demo.show import Show
 from holdfast.demo.story import Story, Tail
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.words import size_text
 
-SCRIPT = Path(__file__).parent / "train.py"
+SCRIPT = Path(__file__).parent / "train_gpt.py"
 MEMORY = "30MB"  # of a worker in a pipeline: the model, its gradients and a micro-batch under way take more
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 PIPELINE = 2  # workers that a pipeline takes at least, with so much memory each
@@ -52,7 +52,7 @@ class DemoSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class DemoRun:
     """One run: its story, and the hashes of each worker that finished."""
 
     story: Story
@@ -64,12 +64,12 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class DemoVerdict:
     """Both runs, and whether they came to the same."""
 
     settings: DemoSettings
-    undisturbed: Outcome
-    disturbed: Outcome
+    undisturbed: DemoRun
+    disturbed: DemoRun
     picture: Path
 
     @property
@@ -150,7 +150,7 @@ class Verdict:
         return f"{happened}: {'weights identical, bit for bit' if self.identical else 'NOT identical'}"
 
 
-def run_demo(settings: DemoSettings, show: Show) -> Verdict:
+def run_demo(settings: DemoSettings, show: Show) -> DemoVerdict:
     plan = choose_kills(steps=settings.steps, workers=settings.workers, kills=settings.kills, seed=settings.seed)
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -163,14 +163,14 @@ def run_demo(settings: DemoSettings, show: Show) -> Verdict:
     finally:
         show.close()
     picture = settings.out / "loss.png"
-    verdict = Verdict(settings=settings, undisturbed=undisturbed, disturbed=disturbed, picture=picture)
-    from holdfast.demo.plot import plot_losses  # matplotlib takes a second to import
+    verdict = DemoVerdict(settings=settings, undisturbed=undisturbed, disturbed=disturbed, picture=picture)
+    from holdfast.demo.loss_picture import plot_losses  # matplotlib takes a second to import
 
     plot_losses(picture, undisturbed=undisturbed.story, disturbed=disturbed.story, title=verdict.headline())
     return verdict
 
 
-def _train(name: str, plan: Sequence[Kill], settings: DemoSettings, show: Show, zygote: socket.socket) -> Outcome:
+def _train(name: str, plan: Sequence[Kill], settings: DemoSettings, show: Show, zygote: socket.socket) -> DemoRun:
     folder = settings.out / name
     for old in (*folder.glob("*.jsonl"), *folder.glob("worker-*.log")):
         old.unlink()  # of an earlier demo: events and results are appended to
@@ -191,7 +191,7 @@ def _train(name: str, plan: Sequence[Kill], settings: DemoSettings, show: Show, 
     if code or not results.exists():
         raise _failure(name, code, story.over, folder)
     lines = results.read_text().splitlines()
-    return Outcome(story=story, results=[json.loads(line) for line in lines])
+    return DemoRun(story=story, results=[json.loads(line) for line in lines])
 
 
 def _failure(name: str, code: int, reason: str, folder: Path) -> HoldfastError:

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.demo.demo import DemoSettings, Outcome, Verdict
 from holdfast.demo.story import Story
+from holdfast.demo.two_runs import DemoRun, DemoSettings, DemoVerdict
 
 
 def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
@@ -79,25 +79,25 @@ def test_one_pipeline_cannot_lose_a_worker() -> None:
     assert "--workers 4 or more, or --kills 0" in demo.stderr
 
 
-def outcome(*, weights: str = "a", state: str = "b", straggler: str = "b", loss: float = 1.0) -> Outcome:
+def outcome(*, weights: str = "a", state: str = "b", straggler: str = "b", loss: float = 1.0) -> DemoRun:
     """A run of two workers; the second one's state is ``straggler``."""
     results = [{"weights": weights, "state": state}, {"weights": weights, "state": straggler}]
-    return Outcome(story=Story(steps=1, losses={0: loss}), results=results)
+    return DemoRun(story=Story(steps=1, losses={0: loss}), results=results)
 
 
 def test_where_replicas_train_apart_they_must_end_equal() -> None:
     settings = DemoSettings(steps=1, kills=0, sync=True)
 
-    def good(disturbed: Outcome) -> bool:
-        return Verdict(settings=settings, undisturbed=outcome(), disturbed=disturbed, picture=Path("x")).good
+    def good(disturbed: DemoRun) -> bool:
+        return DemoVerdict(settings=settings, undisturbed=outcome(), disturbed=disturbed, picture=Path("x")).good
 
     assert good(outcome(weights="c", state="d", straggler="d", loss=2.0))
     assert not good(outcome(weights="c", state="d", straggler="e"))
 
 
-def same(disturbed: Outcome) -> bool:
+def same(disturbed: DemoRun) -> bool:
     settings = DemoSettings(steps=1, kills=0)
-    return Verdict(settings=settings, undisturbed=outcome(), disturbed=disturbed, picture=Path("x")).identical
+    return DemoVerdict(settings=settings, undisturbed=outcome(), disturbed=disturbed, picture=Path("x")).identical
 
 
 def test_the_verdict_can_say_no() -> None:

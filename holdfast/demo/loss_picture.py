@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from holdfast.cluster.membership import worker_order
-from holdfast.demo.places import Place
+from holdfast.demo.places import StagePlace
 from holdfast.demo.story import Story
 
 LIGHT, DARK, RED = "#9ecbf5", "#16324f", "#d62839"
@@ -75,7 +75,7 @@ def _mark_kills(axes: Axes, story: Story) -> None:
 
 # --- who held which layers ------------------------------------------------------------------------
 
-Spell = tuple[int, int, Place]  # the first step, the step after the last, and the place in between
+Spell = tuple[int, int, StagePlace]  # the first step, the step after the last, and the place in between
 
 
 def _spells(story: Story) -> dict[str, list[Spell]]:

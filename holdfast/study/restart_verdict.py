@@ -18,7 +18,7 @@ _ORDINALS = ("first", "second", "third")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class RestartCase:
     """One question to a framework, and so one row."""
 
     name: str
@@ -33,7 +33,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class LessonRun:
     """What a lesson left behind: the bits of its losses from step ``first`` on, and a hash of each thing at its end."""
 
     first: int
@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class RunDifference:
     """``first_step``: of the losses, counted from the restart; None where the losses are the same."""
 
     first_step: int | None
@@ -50,19 +50,19 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RestartVerdict:
     verdict: str
     says: str
-    difference: Difference | None = None
+    difference: RunDifference | None = None
 
 
-def difference(reference: Run, run: Run) -> Difference | None:
+def difference(reference: LessonRun, run: LessonRun) -> RunDifference | None:
     """What is not the same, bit for bit, from the first step of ``run`` on.
 
-    >>> control = Run(first=0, losses=["a", "b", "c"], digests={"weights": "1", "average": "2"})
-    >>> difference(control, Run(first=1, losses=["b", "c"], digests={"weights": "1", "average": "2"}))
-    >>> difference(control, Run(first=1, losses=["b", "x"], digests={"weights": "3", "average": "2"}))
-    Difference(first_step=1, where=('losses', 'weights'))
+    >>> control = LessonRun(first=0, losses=["a", "b", "c"], digests={"weights": "1", "average": "2"})
+    >>> difference(control, LessonRun(first=1, losses=["b", "c"], digests={"weights": "1", "average": "2"}))
+    >>> difference(control, LessonRun(first=1, losses=["b", "x"], digests={"weights": "3", "average": "2"}))
+    RunDifference(first_step=1, where=('losses', 'weights'))
     """
     expected = reference.losses[run.first :]
     first = next(
@@ -74,40 +74,42 @@ def difference(reference: Run, run: Run) -> Difference | None:
     where = [name for name in names if reference.digests.get(name) != run.digests.get(name)]
     if first is not None:
         where.insert(0, LOSSES)
-    return Difference(first_step=first, where=tuple(where)) if where else None
+    return RunDifference(first_step=first, where=tuple(where)) if where else None
 
 
-def judge_control(first: Run | Failed, second: Run | Failed) -> Verdict:
+def judge_control(first: LessonRun | Failed, second: LessonRun | Failed) -> RestartVerdict:
     """Two undisturbed runs: only where they are equal can any restart be judged.
 
-    >>> run = Run(first=0, losses=["a"], digests={})
-    >>> judge_control(run, Run(first=0, losses=["b"], digests={})).says
+    >>> run = LessonRun(first=0, losses=["a"], digests={})
+    >>> judge_control(run, LessonRun(first=0, losses=["b"], digests={})).says
     'two undisturbed runs differ already, from the first step on: no restart can be judged'
     """
     for run in (first, second):
         if isinstance(run, Failed):
             return judge_failed(run)
-    assert isinstance(first, Run)
-    assert isinstance(second, Run)
+    assert isinstance(first, LessonRun)
+    assert isinstance(second, LessonRun)
     found = difference(first, second)
     if found is None:
-        return Verdict(verdict=IDENTICAL, says="two undisturbed runs are the same, bit for bit")
+        return RestartVerdict(verdict=IDENTICAL, says="two undisturbed runs are the same, bit for bit")
     says = f"two undisturbed runs differ already, {_since(found, 'on')}: no restart can be judged"
-    return Verdict(verdict=NOT_TESTABLE, says=says, difference=found)
+    return RestartVerdict(verdict=NOT_TESTABLE, says=says, difference=found)
 
 
-def judge_saving(control: Run, saving: Run | Failed) -> Verdict:
+def judge_saving(control: LessonRun, saving: LessonRun | Failed) -> RestartVerdict:
     """A run that was saved on its way, against one that was not."""
     if isinstance(saving, Failed):
         return judge_failed(saving)
     found = difference(control, saving)
     if found is None:
-        return Verdict(verdict=IDENTICAL, says="a run that saves is the same as one that does not")
+        return RestartVerdict(verdict=IDENTICAL, says="a run that saves is the same as one that does not")
     says = f"saving changes the run that saves, {_since(found, 'after the first save')}"
-    return Verdict(verdict=DIFFERS, says=says, difference=found)
+    return RestartVerdict(verdict=DIFFERS, says=says, difference=found)
 
 
-def judge_restart(case: Case, control: Run, run: Run | Failed, whole: Run | Failed) -> Verdict:
+def judge_restart(
+    case: RestartCase, control: LessonRun, run: LessonRun | Failed, whole: LessonRun | Failed
+) -> RestartVerdict:
     """A restart against the undisturbed run. ``whole`` is the restart with everything from the same save: where that
     one differs already, a part that was left out is not to blame alone, and the sentence says so."""
     if isinstance(run, Failed):
@@ -115,35 +117,35 @@ def judge_restart(case: Case, control: Run, run: Run | Failed, whole: Run | Fail
     found = difference(control, run)
     if found is None:
         says = "identical: leaving it out is not noticed here" if case.left_out else "identical, bit for bit"
-        return Verdict(verdict=IDENTICAL, says=says)
+        return RestartVerdict(verdict=IDENTICAL, says=says)
     says = _since(found, "after the restart")
     if found.first_step is not None:
         says = f"differs {says}"
-    if case.name != EVERYTHING and isinstance(whole, Run) and difference(control, whole):
+    if case.name != EVERYTHING and isinstance(whole, LessonRun) and difference(control, whole):
         says += "; with everything restored it differs, too"
-    return Verdict(verdict=DIFFERS, says=says, difference=found)
+    return RestartVerdict(verdict=DIFFERS, says=says, difference=found)
 
 
-def judge_failed(why: Failed) -> Verdict:
+def judge_failed(why: Failed) -> RestartVerdict:
     """Some frameworks' errors are pages long: the log has them whole.
 
     >>> judge_failed(Failed("KeyError: no loader\\nknown are\\n  model")).says
     'KeyError: no loader'
     """
-    return Verdict(verdict=FAILED, says=error_text(str(why).partition("\n")[0], 200))
+    return RestartVerdict(verdict=FAILED, says=error_text(str(why).partition("\n")[0], 200))
 
 
-def judge_untested(control: Verdict) -> Verdict:
+def judge_untested(control: RestartVerdict) -> RestartVerdict:
     """What is said of all other cases when the control was not identical: never that they are."""
     why = "two undisturbed runs differ already" if control.verdict == NOT_TESTABLE else "the undisturbed run fails"
-    return Verdict(verdict=NOT_TESTABLE, says=f"not run: {why}")
+    return RestartVerdict(verdict=NOT_TESTABLE, says=f"not run: {why}")
 
 
-def row(framework: str, case: Case, verdict: Verdict) -> Row:
+def row(framework: str, case: RestartCase, verdict: RestartVerdict) -> Row:
     """A row of the results.
 
-    >>> case = Case(name="without loader", save_at="mid-epoch", left_out="loader")
-    >>> row("jax", case, Verdict(verdict="failed", says="OSError: gone"))["id"]
+    >>> case = RestartCase(name="without loader", save_at="mid-epoch", left_out="loader")
+    >>> row("jax", case, RestartVerdict(verdict="failed", says="OSError: gone"))["id"]
     'determinism/jax/mid-epoch/without loader'
     """
     found = verdict.difference
@@ -173,11 +175,11 @@ def needed(rows: Iterable[Row], framework: str, variant: str = "") -> list[str]:
     return list(dict.fromkeys(row["left_out"] for row in noticed))
 
 
-def _since(found: Difference, when: str) -> str:
+def _since(found: RunDifference, when: str) -> str:
     """
-    >>> _since(Difference(first_step=1, where=("losses",)), "after the restart")
+    >>> _since(RunDifference(first_step=1, where=("losses",)), "after the restart")
     'from the second step after the restart'
-    >>> _since(Difference(first_step=None, where=("weights", "average")), "after the restart")
+    >>> _since(RunDifference(first_step=None, where=("weights", "average")), "after the restart")
     'same losses, other weights and average'
     """
     if found.first_step is None:

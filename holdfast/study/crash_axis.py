@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.damage import BIT_FLIP, SMALL, TRUNCATION, damage_rows, row_about, spots
+from holdfast.study.models import Shape, StudyModel
 from holdfast.study.process import Failed, Start
-from holdfast.study.shapes import Shape
-from holdfast.study.turns import Model, Say
+from holdfast.study.turns import Say
 from holdfast.study.witness import LIMIT, Looked, Witness, a_few
 
 Row = dict[str, Any]
@@ -77,7 +77,7 @@ def measure(
     start: Start,
     formats: Sequence[str],
     *,
-    model: Model,
+    model: StudyModel,
     folder: Path,
     logs: Path,
     kills: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.plan.interval import SHORTEST, young_daly
-from holdfast.study.advice.format import choose_format
+from holdfast.study.advice.format_advice import choose_format
 from holdfast.study.advice.sentence import Advice
 from holdfast.study.numbers import duration_text, share_text
 from holdfast.study.rows import Results, Row, middle, name_of

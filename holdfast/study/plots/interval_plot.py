@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from holdfast.plan.interval import SHORTEST
-from holdfast.study.advice.format import choose_format
-from holdfast.study.advice.interval import Rhythm, rhythm_of
+from holdfast.study.advice.format_advice import choose_format
+from holdfast.study.advice.interval_advice import Rhythm, rhythm_of
 from holdfast.study.numbers import duration_text, share_text
 from holdfast.study.plots.look import BLUE, DARK, RED, entitle, sheet, shortened
 from holdfast.study.rows import Results, main_model, middle, name_of

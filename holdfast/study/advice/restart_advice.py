@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.study.advice.sentence import Advice
 from holdfast.study.numbers import listed
-from holdfast.study.rows import Results, Row, error_text, rows_of
-from holdfast.study.verdict import (
+from holdfast.study.restart_verdict import (
     CONTROL,
     DIFFERS,
     EVERYTHING,
@@ -19,6 +18,7 @@ from holdfast.study.verdict import (
     needed,
     ordinal,
 )
+from holdfast.study.rows import Results, Row, error_text, rows_of
 
 HELD = "holdfast"
 LONGEST = 150  # letters of an error

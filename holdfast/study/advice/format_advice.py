@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.study.advice.sentence import Advice
+from holdfast.study.models import MODELS, elements
 from holdfast.study.numbers import listed, spread_text
 from holdfast.study.rows import (
     Results,
@@ -20,7 +21,6 @@ from holdfast.study.rows import (
     rows_of,
     same_format,
 )
-from holdfast.study.shapes import MODELS, elements
 from holdfast.words import count, seconds_text
 
 NEW_NAME = "under a new name, sync, then remove the old one"  # a folder cannot be renamed over another one

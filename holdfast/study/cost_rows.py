@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast.bench.report import spread
-from holdfast.study.turns import Record, Turns
+from holdfast.study.turns import FormatRounds, Turns
 
 Row = dict[str, Any]
 SYNCED = 0.05  # of its bytes: what is still unwritten then are indexes, not tensors
@@ -41,7 +41,7 @@ def limit_rows(turns: Turns) -> list[Row]:
     return rows
 
 
-def _row(axis: str, turns: Turns, record: Record, numbers: Row) -> Row:
+def _row(axis: str, turns: Turns, record: FormatRounds, numbers: Row) -> Row:
     form = record.form
     row = {
         "id": f"{axis}/{turns.model.name}/{record.framework}/{form.name}",
@@ -54,7 +54,7 @@ def _row(axis: str, turns: Turns, record: Record, numbers: Row) -> Row:
     return row | ({"error": record.error} if record.error else numbers)
 
 
-def _cost(turns: Turns, record: Record) -> Row:
+def _cost(turns: Turns, record: FormatRounds) -> Row:
     if record.error:
         return {}
     return {
@@ -73,7 +73,7 @@ def _cost(turns: Turns, record: Record) -> Row:
     }
 
 
-def _format(turns: Turns, record: Record) -> Row:
+def _format(turns: Turns, record: FormatRounds) -> Row:
     if record.error:
         return {}
     size = record.saves[-1]["bytes"]

@@ -13,12 +13,12 @@ from holdfast.study.process import Failed, Process
 LIMIT = 60.0  # seconds until a fork has called
 
 
-class Zygote:
+class FrameworkZygote:
     """Imports its framework from now on; whoever asks first waits for that.
 
     >>> import sys
     >>> log = Path("/dev/null")
-    >>> with Zygote(Process("pytorch", Path(sys.executable), log)) as zygote, zygote.fork(log) as fork:
+    >>> with FrameworkZygote(Process("pytorch", Path(sys.executable), log)) as zygote, zygote.fork(log) as fork:
     ...     sorted(fork.ask("hello")["versions"])[0]
     'safetensors'
     """
@@ -59,7 +59,7 @@ class Zygote:
             code = self._process.ask("ended", pid=pid, wait=wait)["code"]
             return None if code is None else int(code)
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> FrameworkZygote:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class Zygote:
 class Fork(Process):
     """One of a zygote's."""
 
-    def __init__(self, zygote: Zygote, framework: str, log: Path, pid: int, line: socket.socket) -> None:
+    def __init__(self, zygote: FrameworkZygote, framework: str, log: Path, pid: int, line: socket.socket) -> None:
         self._zygote = zygote
         self._end_code: int | None = None
         self._begin(framework, log, pid, line.makefile("w"), line.makefile("r"))

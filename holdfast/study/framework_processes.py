@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.study.models import Shape
 from holdfast.study.process import Failed, Process, Start
-from holdfast.study.shapes import Shape
 
 T = TypeVar("T")
 LIMIT = 900.0  # seconds for a request: what takes longer hangs
 
 
-class Team:
+class FrameworkProcesses:
     """One process for each framework, with the model that is measured now.
 
     ``together``: all hold their model at once. Where memory does not suffice for that, a framework lets go of its
@@ -82,7 +82,7 @@ class Team:
                 self._made.discard(framework)
             raise
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> FrameworkProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

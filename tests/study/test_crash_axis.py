@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study import crash, damage, witness
-from holdfast.study.crash import Killer, judge, kill_row
+from holdfast.study import crash_axis, damage, witness
+from holdfast.study.crash_axis import Killer, judge, kill_row
 from holdfast.study.damage import SMALL, cut, damage_rows, flipped, spots
+from holdfast.study.models import StudyModel, gpt
 from holdfast.study.process import Failed
-from holdfast.study.shapes import gpt
-from holdfast.study.turns import Model
 from holdfast.study.witness import Witness
 from tests.study.conftest import Fork, starting
 from tests.study.fakes import fake
@@ -49,13 +48,16 @@ def test_only_all_of_a_version_is_that_version(found: dict[str, str] | None, exp
 
 def test_a_kill_that_comes_too_late_is_none() -> None:
     late = {"old": 0, "new": 4, "mixed": 0, "nothing": 0}
-    assert crash.verdict(late, 0)[0] == "failed"
-    assert crash.verdict(late, 1) == ("safe", "always the old or the new one (1 kill)")
+    assert crash_axis.verdict(late, 0)[0] == "failed"
+    assert crash_axis.verdict(late, 1) == ("safe", "always the old or the new one (1 kill)")
 
 
 def test_a_mixture_is_unsafe_and_so_is_nothing() -> None:
     both = {"old": 1, "new": 0, "mixed": 2, "nothing": 1}
-    assert crash.verdict(both, 4) == ("unsafe", "1 of 4 kills left nothing that loads, 2 left a mixture of old and new")
+    assert crash_axis.verdict(both, 4) == (
+        "unsafe",
+        "1 of 4 kills left nothing that loads, 2 left a mixture of old and new",
+    )
 
 
 def test_one_that_goes_unnoticed_is_unsafe() -> None:
@@ -122,7 +124,7 @@ def test_killed_in_place_both_versions_are_lost_renamed_never(
     renamed = kill_row(torch_witness, killer, "torch.save, renamed", tmp_path, **given)  # type: ignore[arg-type]
     assert renamed["verdict"] == "safe", renamed
     for row in (place, renamed):
-        assert row["tries"] == sum(row[outcome] for outcome in crash.OUTCOMES)
+        assert row["tries"] == sum(row[outcome] for outcome in crash_axis.OUTCOMES)
         assert 1 <= row["killed"] <= row["tries"]
 
 
@@ -135,8 +137,8 @@ def answer(op, given):
 def test_a_process_that_fails_at_once_is_a_row_for_each_question(tmp_path: Path) -> None:
     given = {"folder": tmp_path / "x", "logs": tmp_path, "kills": 1, "seed": 0, "say": lambda _: None}
     start = starting("jax", fake(tmp_path / "python", IN_PLACE))
-    rows = crash.measure("jax", start, ["orbax", "flax"], model=Model(name="tiny", shapes=SMALL), **given)  # type: ignore[arg-type]
-    assert [row["id"] for row in rows] == [f"crash/jax/{f}/{w}" for f in ("orbax", "flax") for w in crash.WHATS]
+    rows = crash_axis.measure("jax", start, ["orbax", "flax"], model=StudyModel(name="tiny", shapes=SMALL), **given)  # type: ignore[arg-type]
+    assert [row["id"] for row in rows] == [f"crash/jax/{f}/{w}" for f in ("orbax", "flax") for w in crash_axis.WHATS]
     assert {row["error"] for row in rows} == {"not this one"}
 
 
@@ -188,9 +190,9 @@ def test_holdfast_sees_every_flipped_bit(fork: Fork, tmp_path: Path) -> None:
 
 def test_all_rows_of_a_framework(fork: Fork, tmp_path: Path) -> None:
     said: list[str] = []
-    model = Model(name="tiny", shapes=SMALL)
+    model = StudyModel(name="tiny", shapes=SMALL)
     given = {"model": model, "folder": tmp_path / "x", "logs": tmp_path, "kills": 1, "seed": 0, "say": said.append}
-    rows = crash.measure("pytorch", fork("pytorch"), ["safetensors"], **given)  # type: ignore[arg-type]
+    rows = crash_axis.measure("pytorch", fork("pytorch"), ["safetensors"], **given)  # type: ignore[arg-type]
     names = ["kill", "bit flip", "truncation"]
     assert [row["id"] for row in rows] == [f"crash/pytorch/safetensors/{what}" for what in names]
     assert [row["what"] for row in rows] == names

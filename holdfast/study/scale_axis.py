@@ -19,8 +19,8 @@ from typing import Any
 from holdfast.bench.race import free_port
 from holdfast.bench.report import spread
 from holdfast.study.inside import disk
+from holdfast.study.models import Shape, elements
 from holdfast.study.process import Failed, Process, Start
-from holdfast.study.shapes import Shape, elements
 from holdfast.study.turns import Say
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def duplicated(on_disk: int, copy: int) -> int:
 
 
 @dataclass(kw_only=True)
-class Case:
+class ScaleCase:
     """A strategy on so many ranks, one entry a round: each rank's seconds and bytes, and what is on the disk then."""
 
     strategy: str
@@ -66,7 +66,7 @@ def measure(
 ) -> list[Row]:
     """A row for each strategy on each number of ranks. All take turns, in random order; one round before them is not
     counted, as memory that was never touched costs more than the rest."""
-    cases = [Case(strategy=strategy, ranks=ranks) for strategy in strategies for ranks in RANKS]
+    cases = [ScaleCase(strategy=strategy, ranks=ranks) for strategy in strategies for ranks in RANKS]
     order, target = random.Random(f"{seed}/{framework}"), folder / "ranks"
     with Crew(start, [logs / f"{framework}-rank-{rank}.log" for rank in range(RANKS[-1])], shapes) as crew:
         for number in range(rounds + 1):
@@ -78,7 +78,7 @@ def measure(
     return rows_of(framework, cases, state=2 * 4 * elements(iter(shapes)))
 
 
-def _turn(crew: Crew, cases: Sequence[Case], folder: Path, *, counted: bool) -> None:
+def _turn(crew: Crew, cases: Sequence[ScaleCase], folder: Path, *, counted: bool) -> None:
     """Every strategy once, on one number of ranks."""
     for case in cases:
         try:
@@ -140,13 +140,13 @@ class Crew:
         self._end()
 
 
-def rows_of(framework: str, cases: Sequence[Case], *, state: int) -> list[Row]:
+def rows_of(framework: str, cases: Sequence[ScaleCase], *, state: int) -> list[Row]:
     """One copy is what the same strategy leaves on the disk with one rank: formats may compress."""
     copies = {case.strategy: case.on_disk[0] for case in cases if case.ranks == 1 and not case.error}
     return [_row(framework, case, state, copies.get(case.strategy, state)) for case in cases]
 
 
-def _row(framework: str, case: Case, state: int, copy: int) -> Row:
+def _row(framework: str, case: ScaleCase, state: int, copy: int) -> Row:
     row: Row = {"id": f"scale/{framework}/{case.strategy}/{case.ranks}", "framework": framework}
     row |= {"strategy": case.strategy, "ranks": case.ranks, "state_bytes": state}
     if case.error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.study.numbers import duration_text, plain_text, ratio_text, spread_text
-from holdfast.study.report import says
+from holdfast.study.report import captions
 from holdfast.study.rows import Results, Row, error_text, failure, rows_of, runs_of
 from holdfast.words import seconds_text, size_text
 
@@ -16,7 +16,7 @@ Column = tuple[str, Callable[[Row], str]]  # its heading, ``>`` before it for nu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class ReportCell:
     """``row``: the id of the row of the results that it shows; advice points there."""
 
     text: str
@@ -24,46 +24,48 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class ReportTable:
     """A line with fewer cells than columns: its last cell has the room of the others."""
 
     key: str
     title: str
     says: str  # how to read it
     columns: Sequence[str]
-    lines: Sequence[Sequence[Cell]]
+    lines: Sequence[Sequence[ReportCell]]
 
 
-def tables(results: Results) -> list[Table]:
+def tables(results: Results) -> list[ReportTable]:
     """All that have lines, in the order in which people ask."""
     made = (_frameworks, _cost, _formats, _scale, _determinism, _states, _crash_safety, _limits, _machine)
     return [table for make in made if (table := make(results)).lines]
 
 
-def numbered(found: Sequence[Table]) -> dict[str, int]:
+def numbered(found: Sequence[ReportTable]) -> dict[str, int]:
     """A number for each row of the results, by its id: short enough to stand behind a sentence, also on paper.
 
-    >>> line = [Cell(text="a", row="cost/a"), Cell(text="b", row="cost/b")]
-    >>> numbered([Table(key="cost", title="", says="", columns=["", ""], lines=[line])])
+    >>> line = [ReportCell(text="a", row="cost/a"), ReportCell(text="b", row="cost/b")]
+    >>> numbered([ReportTable(key="cost", title="", says="", columns=["", ""], lines=[line])])
     {'cost/a': 1, 'cost/b': 2}
     """
     ids = dict.fromkeys(cell.row for table in found for line in table.lines for cell in line if cell.row)
     return {row: number for number, row in enumerate(ids, 1)}
 
 
-def _listed(key: str, title: str, says: str, head: Sequence[Column], rest: Sequence[Column], rows: list[Row]) -> Table:
+def _listed(
+    key: str, title: str, says: str, head: Sequence[Column], rest: Sequence[Column], rows: list[Row]
+) -> ReportTable:
     """A line for each row, the row's number first; of one that failed its names and its words."""
 
-    def line(row: Row) -> Iterator[Cell]:
-        yield Cell(text="", row=row["id"])
-        yield from (Cell(text=show(row)) for _, show in head)
+    def line(row: Row) -> Iterator[ReportCell]:
+        yield ReportCell(text="", row=row["id"])
+        yield from (ReportCell(text=show(row)) for _, show in head)
         if why := failure(row):
-            yield Cell(text=f"failed: {error_text(why)}")
+            yield ReportCell(text=f"failed: {error_text(why)}")
         else:
-            yield from (Cell(text=show(row)) for _, show in rest)
+            yield from (ReportCell(text=show(row)) for _, show in rest)
 
     columns = ["row", *(name for name, _ in [*head, *rest])]
-    return Table(key=key, title=title, says=says, columns=columns, lines=[[*line(row)] for row in rows])
+    return ReportTable(key=key, title=title, says=says, columns=columns, lines=[[*line(row)] for row in rows])
 
 
 def _text(name: str) -> Callable[[Row], str]:
@@ -92,11 +94,11 @@ FRAMEWORK: Column = ("framework", _text("framework"))
 FORMAT: Column = ("format", _form)
 
 
-def _cost(results: Results) -> Table:
+def _cost(results: Results) -> ReportTable:
     return _listed(
         "cost",
         "What a checkpoint costs",
-        says.COST,
+        captions.COST,
         [MODEL, FRAMEWORK, FORMAT],
         [
             (">lost", _seconds("lost_s")),
@@ -126,11 +128,11 @@ def _parts(row: Row) -> str:
     return " + ".join("?" if each is None else seconds_text(each) for each in shown) if parts else ""
 
 
-def _formats(results: Results) -> Table:
+def _formats(results: Results) -> ReportTable:
     return _listed(
         "formats",
         "Formats and sizes",
-        says.FORMATS,
+        captions.FORMATS,
         [MODEL, FRAMEWORK, FORMAT],
         [
             (">size", _size("bytes")),
@@ -144,11 +146,11 @@ def _formats(results: Results) -> Table:
     )
 
 
-def _scale(results: Results) -> Table:
+def _scale(results: Results) -> ReportTable:
     return _listed(
         "scale",
         "Scale",
-        says.SCALE,
+        captions.SCALE,
         [FRAMEWORK, ("strategy", _text("strategy")), (">ranks", _text("ranks"))],
         [
             (">slowest rank", _seconds("slowest_s")),
@@ -161,7 +163,7 @@ def _scale(results: Results) -> Table:
     )
 
 
-def _determinism(results: Results) -> Table:
+def _determinism(results: Results) -> ReportTable:
     """A line for each case, with the save points side by side."""
     rows = rows_of(results, "determinism")
     places = list(dict.fromkeys(row["save_at"] for row in rows if row["save_at"]))
@@ -171,49 +173,56 @@ def _determinism(results: Results) -> Table:
     lines = []
     for (runs, case), found in cases.items():
         shown = [found.get(place) for place in ([None] if None in found else places)]
-        cells = [Cell(text=error_text(row["says"]), row=row["id"]) if row else Cell(text="") for row in shown]
-        lines.append([Cell(text=runs), Cell(text=case), *cells])
-    return Table(
+        cells = [
+            ReportCell(text=error_text(row["says"]), row=row["id"]) if row else ReportCell(text="") for row in shown
+        ]
+        lines.append([ReportCell(text=runs), ReportCell(text=case), *cells])
+    return ReportTable(
         key="determinism",
         title="Determinism",
-        says=says.DETERMINISM,
+        says=captions.DETERMINISM,
         columns=["framework", "case", *(f"saved at {place}" for place in places)],
         lines=lines,
     )
 
 
-def _states(results: Results) -> Table:
+def _states(results: Results) -> ReportTable:
     """What the names of the cases stand for, as calls that a script makes."""
     lines = []
     for row in rows_of(results, "frameworks"):
         for part in row.get("parts", ()):
             usual = "yes" if part["usual"] else "no"
-            lines.append([Cell(text=text) for text in (row["framework"], part["name"], part["what"], usual)])
+            lines.append([ReportCell(text=text) for text in (row["framework"], part["name"], part["what"], usual)])
         if row.get("usual_means"):
             lines.append(
-                [Cell(text=row["framework"]), Cell(text="usual"), Cell(text=row["usual_means"]), Cell(text="")]
+                [
+                    ReportCell(text=row["framework"]),
+                    ReportCell(text="usual"),
+                    ReportCell(text=row["usual_means"]),
+                    ReportCell(text=""),
+                ]
             )
-    return Table(
+    return ReportTable(
         key="states",
         title="What a restart may need",
-        says=says.STATES,
+        says=captions.STATES,
         columns=["framework", "part", "what it is", "in the usual way"],
         lines=lines,
     )
 
 
-def _crash_safety(results: Results) -> Table:
+def _crash_safety(results: Results) -> ReportTable:
     kills = [row for row in rows_of(results, "crash_safety") if row["what"] == "kill"]
     models = list(dict.fromkeys(str(row["model"]) for row in kills if row.get("model")))
     return _listed(
         "crash_safety",
         "Crash safety",
-        says.CRASH_SAFETY + says.killed(models),
+        captions.CRASH_SAFETY + captions.killed(models),
         [FRAMEWORK, FORMAT, ("what", _text("what"))],
         [
             (">tries", _text("tries")),
             ("outcome", outcome_text),
-            ("verdict", lambda row: says.VERDICTS[row["what"] == "kill"].get(row["verdict"], str(row["verdict"]))),
+            ("verdict", lambda row: captions.VERDICTS[row["what"] == "kill"].get(row["verdict"], str(row["verdict"]))),
             ("in words", _said),
         ],
         rows_of(results, "crash_safety"),
@@ -234,11 +243,11 @@ def _said(row: Row) -> str:
     return "; ".join([str(row["says"]), *(error_text(str(error)) for error in row.get("errors") or ())])
 
 
-def _limits(results: Results) -> Table:
+def _limits(results: Results) -> ReportTable:
     return _listed(
         "limits",
         "Limits of this machine",
-        says.LIMITS,
+        captions.LIMITS,
         [MODEL, ("limit", _text("name"))],
         [
             (">bytes", _size("bytes")),
@@ -249,32 +258,33 @@ def _limits(results: Results) -> Table:
     )
 
 
-def _frameworks(results: Results) -> Table:
-    def line(row: Row) -> list[Cell]:
+def _frameworks(results: Results) -> ReportTable:
+    def line(row: Row) -> list[ReportCell]:
         versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
         took = seconds_text(row["install_s"]) if row.get("install_s") else ""
         return [
-            Cell(text=text) for text in (row["framework"], "yes" if row["ok"] else "no", row["why"], versions, took)
+            ReportCell(text=text)
+            for text in (row["framework"], "yes" if row["ok"] else "no", row["why"], versions, took)
         ]
 
-    return Table(
+    return ReportTable(
         key="frameworks",
         title="What was studied",
-        says=says.FRAMEWORKS,
+        says=captions.FRAMEWORKS,
         columns=["framework", "installed", "why", "versions", ">installed in"],
         lines=[line(row) for row in rows_of(results, "frameworks")],
     )
 
 
-def _machine(results: Results) -> Table:
+def _machine(results: Results) -> ReportTable:
     facts = {**results.get("machine", {}), **results.get("settings", {})}
-    names = {name: says.SETTINGS.get(name, name.replace("_", " ")) for name in facts}
-    return Table(
+    names = {name: captions.SETTINGS.get(name, name.replace("_", " ")) for name in facts}
+    return ReportTable(
         key="machine",
         title="Machine and settings",
-        says=says.MACHINE,
+        says=captions.MACHINE,
         columns=["what", "here"],
-        lines=[[Cell(text=names[name]), Cell(text=_fact(name, value))] for name, value in facts.items()],
+        lines=[[ReportCell(text=names[name]), ReportCell(text=_fact(name, value))] for name, value in facts.items()],
     )
 
 

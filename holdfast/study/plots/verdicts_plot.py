@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from holdfast.study.plots.look import GREY, entitle, headed, label_lines, sheet, shortened
+from holdfast.study.restart_verdict import CONTROL, DIFFERS, IDENTICAL, NOT_TESTABLE, SAVING
 from holdfast.study.rows import Results, Row, crash_text, failure, rows_of, runs_of
-from holdfast.study.verdict import CONTROL, DIFFERS, IDENTICAL, NOT_TESTABLE, SAVING
 
 GOOD, BAD = "#deecfa", "#f2a55e"  # far enough from each other in print without colours
 CELL = 0.3  # inches, its height

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from holdfast.study import limits, turns
-from holdfast.study.adapters.base import Format
-from holdfast.study.cost import cost_rows, format_rows, limit_rows
+from holdfast.study.adapters.base import SaveFormat
+from holdfast.study.cost_rows import cost_rows, format_rows, limit_rows
 from holdfast.study.inside import disk
+from holdfast.study.models import StudyModel
 from holdfast.study.process import Failed
-from holdfast.study.turns import Model, Record, Turns
+from holdfast.study.turns import FormatRounds, Turns
 from tests.study.conftest import Fork, Start
 
-MODEL = Model(name="tiny", shapes=[("w", (100, 50)), ("b", (100,))])
+MODEL = StudyModel(name="tiny", shapes=[("w", (100, 50)), ("b", (100,))])
 SAVE = {"stall_s": 0.2, "called_s": 0.2, "durable_s": 0.5, "fsync_s": 0.3, "unwritten": 39_000}
 SAVE |= {"bytes": 40_900, "files": 1, "serialise_s": 0.15}
 LOAD = {"cold_s": 0.4, "warm_s": 0.1, "same": True}
@@ -26,7 +27,7 @@ LIMIT = {"raw disk": 0.25, "raw read": 0.1, "raw buffered": 0.4, "memory copy": 
 
 
 def made(**given: Any) -> Turns:
-    record = Record(framework="pytorch", form=Format(name="torch.save", suffix=".pt"), **given)
+    record = FormatRounds(framework="pytorch", form=SaveFormat(name="torch.save", suffix=".pt"), **given)
     return Turns(model=MODEL, records=[record], limits=[LIMIT, {**LIMIT, "raw disk": 0.5}])
 
 
@@ -76,7 +77,7 @@ def test_the_limits_write_and_copy_what_they_say(tmp_path: Path, size: int) -> N
     assert np.all(copy._to == 9)
 
 
-class FakeTeam:
+class FakeProcesses:
     """Answers at once; ``broken`` formats fail as told."""
 
     def __init__(self, broken: dict[str, Any]) -> None:
@@ -93,13 +94,13 @@ class FakeTeam:
 
 
 def take(team: Any, tmp_path: Path, **given: Any) -> Turns:
-    formats = {"pytorch": [Format(name="a"), Format(name="b")]}
+    formats = {"pytorch": [SaveFormat(name="a"), SaveFormat(name="b")]}
     settings = {"rounds": 3, "seed": 0, "training": True, **given}
     return turns.take(team, MODEL, formats=formats, folder=tmp_path, say=lambda _: None, **settings)
 
 
 def test_every_format_and_limit_has_one_turn_a_round(tmp_path: Path) -> None:
-    team = FakeTeam({})
+    team = FakeProcesses({})
     found = take(team, tmp_path)
     assert len(found.limits) == 3
     assert [len(record.besides) for record in found.records] == [3, 3]
@@ -109,13 +110,13 @@ def test_every_format_and_limit_has_one_turn_a_round(tmp_path: Path) -> None:
 
 
 def test_a_load_that_gives_something_else_is_an_error(tmp_path: Path) -> None:
-    found = take(FakeTeam({"a": {"same": False}}), tmp_path)
+    found = take(FakeProcesses({"a": {"same": False}}), tmp_path)
     assert "not what had been saved" in found.records[0].error
     assert not found.records[1].error
 
 
 def test_a_format_that_fails_has_no_more_turns(tmp_path: Path) -> None:
-    team = FakeTeam({"b": "OSError: full"})
+    team = FakeProcesses({"b": "OSError: full"})
     found = take(team, tmp_path, training=False)
     assert found.records[1].error == "OSError: full"
     assert team.asked.count(("save", "b")) == 1
@@ -124,10 +125,10 @@ def test_a_format_that_fails_has_no_more_turns(tmp_path: Path) -> None:
 
 def test_a_copy_beside_the_training_is_seen_in_the_memory_of_a_first_save(fork: Fork, tmp_path: Path) -> None:
     """A second save finds that memory there: DCP's, of 74 MB, looked as if it took none."""
-    model = Model(name="wide", shapes=[("w", (1024, 4096))])
-    formats = {"holdfast": [Format(name="holdfast async", background=True)]}
+    model = StudyModel(name="wide", shapes=[("w", (1024, 4096))])
+    formats = {"holdfast": [SaveFormat(name="holdfast async", background=True)]}
     given = {"formats": formats, "folder": tmp_path, "rounds": 0, "seed": 0, "say": lambda _: None}
-    found = turns.take(FakeTeam({}), model, forks={"holdfast": fork("holdfast")}, **given)  # type: ignore[arg-type]
+    found = turns.take(FakeProcesses({}), model, forks={"holdfast": fork("holdfast")}, **given)  # type: ignore[arg-type]
     assert found.records[0].peak == pytest.approx(model.nbytes, rel=0.3)
 
 

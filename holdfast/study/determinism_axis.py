@@ -17,23 +17,23 @@ from typing import Any
 
 from holdfast.study.adapters.base import SAVES
 from holdfast.study.process import Failed, Start
-from holdfast.study.turns import AT_ONCE
-from holdfast.study.verdict import (
+from holdfast.study.restart_verdict import (
     CONTROL,
     EVERYTHING,
     IDENTICAL,
     SAVING,
     USUAL,
-    Case,
+    LessonRun,
+    RestartCase,
+    RestartVerdict,
     Row,
-    Run,
-    Verdict,
     judge_control,
     judge_restart,
     judge_saving,
     judge_untested,
     row,
 )
+from holdfast.study.turns import AT_ONCE
 from holdfast.words import count
 
 MID_EPOCH = "mid-epoch"  # where every part can be missed
@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 Restart = tuple[str, frozenset[str]]  # where it was saved, what is restored
 
 
-def plan(hello: Mapping[str, Any], variant: str, *, quick: bool) -> list[Case]:
+def plan(hello: Mapping[str, Any], variant: str, *, quick: bool) -> list[RestartCase]:
     """The restarts to try. Of a variant other than the plain one, a quick study only asks whether it can be identical.
 
     >>> hello = {"parts": [{"name": "model"}, {"name": "loader"}], "usual": ["model"]}
@@ -58,21 +58,21 @@ def plan(hello: Mapping[str, Any], variant: str, *, quick: bool) -> list[Case]:
     ['worker processes, mid-epoch, everything']
     """
     everything = _names(hello)
-    whole = Case(name=EVERYTHING, variant=variant, parts=everything)
+    whole = RestartCase(name=EVERYTHING, variant=variant, parts=everything)
     if quick and variant:
         return [replace(whole, save_at=MID_EPOCH)]
-    fewer = [Case(name=USUAL, variant=variant, parts=frozenset(hello["usual"]))]
+    fewer = [RestartCase(name=USUAL, variant=variant, parts=frozenset(hello["usual"]))]
     for left_out in (part["name"] for part in hello["parts"]):
         rest = everything - {left_out}
-        fewer += [Case(name=f"without {left_out}", variant=variant, parts=rest, left_out=left_out)]
+        fewer += [RestartCase(name=f"without {left_out}", variant=variant, parts=rest, left_out=left_out)]
     points = [MID_EPOCH] if quick else list(SAVES)
     return [replace(whole, save_at=at) for at in SAVES] + [replace(case, save_at=at) for case in fewer for at in points]
 
 
-def restarts(cases: list[Case]) -> list[Restart]:
+def restarts(cases: list[RestartCase]) -> list[Restart]:
     """The processes that these cases take: one may answer several, as where the usual way saves everything.
 
-    >>> two = [Case(name=name, save_at="step 0", parts=frozenset({"model"})) for name in ("everything", "usual")]
+    >>> two = [RestartCase(name=name, save_at="step 0", parts=frozenset({"model"})) for name in ("everything", "usual")]
     >>> len(restarts(two))
     1
     """
@@ -115,7 +115,7 @@ def measure(
     rows: list[Row] = []
     for variant in hello["variants"]:
         with TemporaryDirectory(dir=scratch) as folder, ThreadPoolExecutor(at_once) as pool:
-            runs = Runs(
+            runs = LessonRuns(
                 framework=framework,
                 start=start,
                 fork=fork or start,
@@ -127,14 +127,14 @@ def measure(
                 limit_s=limit_s,
             )
             cases = plan(hello, variant, quick=quick)
-            axis = Axis(runs=runs, cases=cases, quick=quick, pool=pool, say=say)
+            axis = DeterminismAxis(runs=runs, cases=cases, quick=quick, pool=pool, say=say)
             rows += axis.rows()
     return rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
-    """Runs a framework's lesson, each time in a fresh process."""
+class LessonRuns:
+    """LessonRuns a framework's lesson, each time in a fresh process."""
 
     framework: str
     start: Start
@@ -146,15 +146,15 @@ class Runs:
     seed: int
     limit_s: float
 
-    def undisturbed(self) -> Run | Failed:
+    def undisturbed(self) -> LessonRun | Failed:
         """In an interpreter of its own; of a variant, nothing is claimed but what a restart shows."""
         return self._train(self.fork if self.variant else self.start)
 
-    def saving(self, restarts: Iterable[Restart]) -> Run | Failed:
+    def saving(self, restarts: Iterable[Restart]) -> LessonRun | Failed:
         """Saves for each restart what it is to have and no more, as a script does that leaves it out; trains on."""
         return self._train(self.fork, saves=sorted(self._save(restart) for restart in restarts))
 
-    def restarted(self, restart: Restart) -> Run | Failed:
+    def restarted(self, restart: Restart) -> LessonRun | Failed:
         step, folder, parts = self._save(restart)
         return self._train(self.start if restart[1] == self.everything else self.fork, restore=(folder, step, parts))
 
@@ -162,28 +162,31 @@ class Runs:
         step, parts = SAVES[restart[0]], sorted(restart[1])
         return step, str(self.folder / f"step-{step}" / ("+".join(parts) or "whole")), parts
 
-    def _train(self, start: Start, **given: Any) -> Run | Failed:
+    def _train(self, start: Start, **given: Any) -> LessonRun | Failed:
         try:
             with start(self.log) as process:
                 answer = process.ask("train", within=self.limit_s, seed=self.seed, variant=self.variant, **given)
         except Failed as e:
             return e
-        return Run(**answer)
+        return LessonRun(**answer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class DeterminismAxis:
     """One framework, one variant: the control, the runs that save, then the restarts."""
 
-    runs: Runs
-    cases: list[Case]
+    runs: LessonRuns
+    cases: list[RestartCase]
     quick: bool
     pool: ThreadPoolExecutor
     say: Say
 
     def rows(self) -> list[Row]:
         variant = self.runs.variant
-        control_case, saving_case = Case(name=CONTROL, variant=variant), Case(name=SAVING, variant=variant)
+        control_case, saving_case = (
+            RestartCase(name=CONTROL, variant=variant),
+            RestartCase(name=SAVING, variant=variant),
+        )
         control, again = self.pool.map(lambda _: self.runs.undisturbed(), range(2))
         verdict = judge_control(control, again)
         rows = [self._row(control_case, verdict)]
@@ -195,9 +198,9 @@ class Axis:
         saved = {restart: outcome for group, outcome in zip(groups, outcomes, strict=True) for restart in group}
         return rows + self._restart_rows(control, saved)
 
-    def _restart_rows(self, control: Run, saved: dict[Restart, Run | Failed]) -> list[Row]:
+    def _restart_rows(self, control: LessonRun, saved: dict[Restart, LessonRun | Failed]) -> list[Row]:
         """``saved``: how the run ended that saved for each restart."""
-        possible = sum(isinstance(saving, Run) for saving in saved.values())
+        possible = sum(isinstance(saving, LessonRun) for saving in saved.values())
         self.say(f"{self.runs.framework}: {count(possible, 'restart')}, each in a fresh process")
         runs = {restart: self.pool.submit(self._restarted, restart, saving) for restart, saving in saved.items()}
         rows = []
@@ -210,12 +213,12 @@ class Axis:
                 future.cancel()  # after Ctrl-C, those that have not begun
         return rows
 
-    def _restarted(self, restart: Restart, saving: Run | Failed) -> Run | Failed:
+    def _restarted(self, restart: Restart, saving: LessonRun | Failed) -> LessonRun | Failed:
         if isinstance(saving, Failed):
             return Failed(f"nothing to restart from: {saving}")
         return self.runs.restarted(restart)
 
-    def _row(self, case: Case, verdict: Verdict) -> Row:
+    def _row(self, case: RestartCase, verdict: RestartVerdict) -> Row:
         self.say(f"{self.runs.framework}, {case.words}: {verdict.says}")
         return row(self.runs.framework, case, verdict)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.study import scale
+from holdfast.study import scale_axis
 from holdfast.study.adapters.base import EVERY_RANK, RANK_ZERO
+from holdfast.study.models import Shape
 from holdfast.study.process import Start
-from holdfast.study.scale import Case, Crew, rows_of
-from holdfast.study.shapes import Shape
+from holdfast.study.scale_axis import Crew, ScaleCase, rows_of
 from tests.study.conftest import Fork, starting
 from tests.study.fakes import fake
 
@@ -33,8 +33,10 @@ def answer(op, given):
 
 
 def test_one_copy_is_what_one_rank_leaves() -> None:
-    one = Case(strategy="x", ranks=1, seconds=[[1.0]], written=[[900]], on_disk=[900])
-    two = Case(strategy="x", ranks=2, seconds=[[1.0, 2.0], [5.0, 3.0]], written=[[900, 0]] * 2, on_disk=[1800, 1800])
+    one = ScaleCase(strategy="x", ranks=1, seconds=[[1.0]], written=[[900]], on_disk=[900])
+    two = ScaleCase(
+        strategy="x", ranks=2, seconds=[[1.0, 2.0], [5.0, 3.0]], written=[[900, 0]] * 2, on_disk=[1800, 1800]
+    )
     row = rows_of("jax", [one, two], state=1000)[1]
     assert row["duplicated"] == 900, "compressed to 900 bytes, and there twice"
     assert row["slowest_s"] == {"median": 3.5, "low": 2.0, "high": 5.0}
@@ -44,7 +46,7 @@ def test_one_copy_is_what_one_rank_leaves() -> None:
 
 
 def test_a_case_that_failed_has_no_numbers() -> None:
-    [row] = rows_of("jax", [Case(strategy="x", ranks=2, error="no")], state=1000)
+    [row] = rows_of("jax", [ScaleCase(strategy="x", ranks=2, error="no")], state=1000)
     assert row["error"] == "no"
     assert "on_disk" not in row
 
@@ -52,9 +54,9 @@ def test_a_case_that_failed_has_no_numbers() -> None:
 def measured(
     monkeypatch: pytest.MonkeyPatch, folder: Path, start: Start, strategies: list[str], framework: str = "pytorch"
 ) -> dict[str, dict[str, Any]]:
-    monkeypatch.setattr(scale, "RANKS", (1, 2))
+    monkeypatch.setattr(scale_axis, "RANKS", (1, 2))
     given = {"folder": folder / "x", "logs": folder, "shapes": SHAPES, "rounds": 2, "seed": 0, "say": lambda _: None}
-    rows = scale.measure(framework, start, strategies, **given)  # type: ignore[arg-type]
+    rows = scale_axis.measure(framework, start, strategies, **given)  # type: ignore[arg-type]
     return {row["id"].partition("/")[2]: row for row in rows}
 
 
@@ -99,7 +101,7 @@ def test_all_ranks_of_a_failed_save_are_new_ones(tmp_path: Path) -> None:
     with Crew(start, logs, SHAPES) as crew:
         crew.save("whole", 2, tmp_path)
         before = [process.pid for process in crew._processes]
-        with pytest.raises(scale.Failed):
+        with pytest.raises(scale_axis.Failed):
             crew.save("broken", 2, tmp_path)
         crew.save("whole", 2, tmp_path)
         assert not {process.pid for process in crew._processes} & set(before)

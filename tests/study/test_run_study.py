@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from holdfast import checkpoint
 from holdfast.cli.main import app
-from holdfast.study import study as tool
+from holdfast.study import run_study as tool
 from holdfast.study.install import Installed
 from holdfast.study.models import model_of
-from holdfast.study.study import Plan, Settings, study
+from holdfast.study.run_study import StudyPlan, StudySettings, study
 
-SMALL = Plan(costly=("lenet",), others=(), scaled="lenet", killed="small-gpt", rounds=1, other_rounds=1, kills=1)
+SMALL = StudyPlan(costly=("lenet",), others=(), scaled="lenet", killed="small-gpt", rounds=1, other_rounds=1, kills=1)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_bad_input_is_refused_in_words(arguments: list[str], words: str, tmp_pat
 def test_a_folder_that_cannot_be_is_refused_before_anything_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(tool.UsageError, match="cannot be written"):
-        study(Settings(out=tmp_path / "file" / "out"), print)
+        study(StudySettings(out=tmp_path / "file" / "out"), print)
 
 
 def test_too_little_room_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +108,11 @@ def test_too_little_room_is_said_before_anything_is_measured(tmp_path: Path, mon
     (tmp_path / "out" / "scratch" / "thesis.txt").touch()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1_000_000))  # type: ignore[attr-defined]
     with pytest.raises(tool.UsageError, match="1 MB left"):
-        study(Settings(out=tmp_path / "out", quick=True), print)
+        study(StudySettings(out=tmp_path / "out", quick=True), print)
     assert (tmp_path / "out" / "scratch" / "thesis.txt").exists(), "what was there before is not ours"
 
 
 def test_no_framework_at_all_ends_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "ensure", no_chainer)
     with pytest.raises(tool.HoldfastError, match=r"none of the frameworks .*No matching distribution"):
-        study(Settings(out=tmp_path / "out", frameworks=("chainer",)), print)
+        study(StudySettings(out=tmp_path / "out", frameworks=("chainer",)), print)
