@@ -1,4 +1,4 @@
-"""The first two axes, from the same turns: what a checkpoint costs, and what its format makes of it."""
+"""Rows of the axes "cost" and "formats" and of the machine's limits, made from the same turns."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from holdfast.bench.report import spread
 from holdfast.study.turns import FormatRounds, Turns
 
 Row = dict[str, Any]
-SYNCED = 0.05  # of its bytes: what is still unwritten then are indexes, not tensors
+SYNCED = 0.05  # share of unwritten bytes below which a save counts as on the disk: indexes, but no tensors
 
 
 def cost_rows(turns: Turns) -> list[Row]:
-    """What a save costs: the stall, the time until it is on the disk, lost training time, memory; and loading."""
+    """Return a row for each format: stall, time until on the disk, lost training time, memory, and loading."""
     return [_row("cost", turns, record, _cost(turns, record)) for record in turns.records]
 
 
 def format_rows(turns: Turns) -> list[Row]:
-    """Sizes, and the seconds that they take."""
+    """Return a row for each format: its bytes and files, and the seconds to save and load them."""
     return [_row("formats", turns, record, _format(turns, record)) for record in turns.records]
 
 
 def limit_rows(turns: Turns) -> list[Row]:
-    """The disk and the memory themselves, in the same rounds."""
+    """Return a row for each limit of the machine: raw reads, writes and copies of as many bytes."""
     rows = []
     for name in turns.limits[0] if turns.limits else ():
         seconds = [limit[name] for limit in turns.limits]
@@ -89,7 +89,7 @@ def _format(turns: Turns, record: FormatRounds) -> Row:
 
 
 def _parts(saves: Sequence[Row]) -> Row | None:
-    """Where the time goes: what the same save takes without a disk, what it takes longer with one, and the fsync."""
+    """Return the medians of a save's parts: serialising (the save without a disk), the rest of the call, and fsync."""
     if any(save["serialise_s"] is None for save in saves):
         return None
     called, alone = _all(saves, "called_s"), _all(saves, "serialise_s")
@@ -101,7 +101,7 @@ def _parts(saves: Sequence[Row]) -> Row | None:
 
 
 def is_durable(saves: Sequence[Row]) -> bool | None:
-    """Whether a save was on the disk when its call returned; None where the kernel does not tell.
+    """Return whether saves were on the disk when their call returned; None where the kernel does not tell.
 
     >>> is_durable([{"unwritten": 0, "bytes": 1000}]), is_durable([{"unwritten": 900, "bytes": 1000}])
     (True, False)

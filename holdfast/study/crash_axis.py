@@ -1,9 +1,9 @@
-"""The fifth axis: what a crash leaves of a checkpoint.
+"""The axis "crash safety": saves that overwrite the one before are killed, and another process loads what is left.
 
-A save that overwrites the one before is killed (SIGKILL) at random moments, and right after it has begun to change
-what was there, where the harm is done; another process then loads what is left.
-That is no power cut: what the dead process had handed to the kernel still reaches the disk. Whether a save is on the
-disk when it returns is the cost axis' ``durable_on_return``. What a disk does to a good save is in ``damage``.
+Kills (SIGKILL) come at random moments, and right after the save has begun to change the old files, where most harm is
+done. A kill is no power cut: bytes that the dead process had handed to the kernel still reach the disk. Whether a save
+is on the disk when it returns is ``durable_on_return`` of the cost axis. ``damage`` has what a disk does to a good
+save.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from holdfast.study.witness import LIMIT, Looked, Witness, a_few
 Row = dict[str, Any]
 KILL = "kill"
 WHATS = (KILL, BIT_FLIP, TRUNCATION)
-TRIES = 3  # for one kill
+TRIES = 3  # of one kill: a save may be over before it is killed
 AIMED = (0.0, 0.001, 0.003)  # seconds after the first change of an old file
 OUTCOMES = ("old", "new", "mixed", "nothing")
 
 
 def judge(old: dict[str, str], new: dict[str, str], looked: Looked) -> str:
-    """Which version loads: all of the old one, all of the new one, neither (``mixed``), or ``nothing``.
+    """Return which version loads: all of the ``old``, all of the ``new``, a ``mixed`` one, or ``nothing``.
 
     >>> old, new = {"a": "1", "b": "1"}, {"a": "2", "b": "2"}
     >>> judge(old, new, {"error": None, "digests": {"a": "2", "b": "1"}})
@@ -44,7 +44,7 @@ def judge(old: dict[str, str], new: dict[str, str], looked: Looked) -> str:
 
 
 def verdict(counts: dict[str, int], killed: int) -> tuple[str, str]:
-    """Safe or not, and a sentence; ``killed``: how many kills came while the save was under way.
+    """Return ``safe``, ``unsafe`` or ``failed``, and a sentence. ``killed``: kills that came during a save.
 
     >>> verdict({"old": 1, "new": 1, "mixed": 0, "nothing": 2}, 3)
     ('unsafe', '2 of 3 kills left nothing that loads')
@@ -62,8 +62,9 @@ def verdict(counts: dict[str, int], killed: int) -> tuple[str, str]:
 
 
 def moment(usual: Row, share: float) -> float:
-    """When to kill: spread over a save, from its first change on the disk to its end. One that is over by then is no
-    kill: it counts as a try that left the new one, and there is another try, at an earlier moment.
+    """Return the seconds after which to kill: ``share`` of the way from the first change on the disk to the end.
+
+    A save that is over by then counts as a try that left the new one; another try comes at an earlier moment.
 
     >>> moment({"touched": 0.2, "seconds": 1.2}, 0.5)
     0.7
@@ -84,7 +85,21 @@ def measure(
     seed: int,
     say: Say,
 ) -> list[Row]:
-    """Three rows for each format: kill, bit flip, truncation."""
+    """Return three rows for each format: kill, bit flip, truncation.
+
+    Args:
+        framework: its name.
+        start: starts a process of it.
+        formats: names of its formats.
+        model: the model whose saves are killed.
+        folder: for checkpoints; nothing is left there.
+        logs: folder for what processes print.
+        kills: kills of each format, beside the aimed ones.
+        seed: decides moments and damaged bytes.
+        say: called with what is being done.
+
+    An error becomes a row with the verdict ``failed``.
+    """
     rows: list[Row] = []
     scratch = folder / "crash"
     scratch.mkdir(parents=True)
@@ -111,7 +126,7 @@ def measure(
 
 
 class Killer:
-    """A process that makes no model, so that its forks can: they save, and are killed."""
+    """A process whose forks save and are killed. It makes no model itself, because frameworks cannot be forked then."""
 
     def __init__(self, start: Start, log: Path) -> None:
         self._start, self._log = start, log
@@ -145,8 +160,11 @@ def kill_row(
     kills: int,
     source: random.Random,
 ) -> Row:
-    """A row, after it was seen that without a kill the new one loads. In the end the old one must load as in the
-    beginning, or whoever looks has come to harm."""
+    """Return the row of a format's kills.
+
+    Two controls: without a kill the new version must load, and after all kills the old files must still load. If one
+    does not, the errors may not be the kills', and the verdict is ``failed``.
+    """
     row = row_about(witness.framework, form, KILL)
     state, old = folder / "state", folder / "old"
     try:
@@ -178,7 +196,7 @@ def kill_row(
 
 
 def _lay(source: Path, target: Path) -> None:
-    """The same files and no others: cheaper than saving them again, above all with compression."""
+    """Make ``target`` a copy of ``source``; that is cheaper than to save again, above all with compression."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
 

@@ -1,9 +1,9 @@
-"""The determinism axis: is the run after a restart the one that would have been, and what does that take?
+"""The axis "determinism": is a restarted run the same as an undisturbed one, and which state does that need?
 
 Every run is a fresh process. A restart inside the process that saved would find its random numbers, its loader and
-its compiled functions still there, and look better than it is. What may be called identical has an interpreter of its
-own. In a quick study those that save, or leave a part out, are forks of a process that has imported the framework and
-done nothing else: an import takes longer than all they do.
+its compiled functions still there, and look better than it is. A restart that may be called identical has an
+interpreter of its own. In a quick study runs that save, or leave a part out, are forks of a process that has imported
+the framework and done nothing else: an import takes longer than the whole run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from holdfast.study.restart_verdict import (
 from holdfast.study.turns import AT_ONCE
 from holdfast.words import count
 
-MID_EPOCH = "mid-epoch"  # where every part can be missed
-LIMIT_S = 120.0  # for one process; the slowest import takes 3 s, on a busy machine several times as long
+MID_EPOCH = "mid-epoch"  # the save point at which the absence of any part can be noticed
+LIMIT_S = 120.0  # seconds for one run; the slowest import takes 3 s, on a busy machine several times as long
 
 Say = Callable[[str], None]
-Restart = tuple[str, frozenset[str]]  # where it was saved, what is restored
+Restart = tuple[str, frozenset[str]]  # the save point, and the parts that are restored
 
 
 def plan(hello: Mapping[str, Any], variant: str, *, quick: bool) -> list[RestartCase]:
-    """The restarts to try. Of a variant other than the plain one, a quick study only asks whether it can be identical.
+    """Return the restarts to try. A quick study tries one restart of each variant: with everything, from mid-epoch.
 
     >>> hello = {"parts": [{"name": "model"}, {"name": "loader"}], "usual": ["model"]}
     >>> for case in plan(hello, "", quick=True): print(case.words)
@@ -70,7 +70,7 @@ def plan(hello: Mapping[str, Any], variant: str, *, quick: bool) -> list[Restart
 
 
 def restarts(cases: list[RestartCase]) -> list[Restart]:
-    """The processes that these cases take: one may answer several, as where the usual way saves everything.
+    """Return the restarts that these cases need; one may answer several, if the usual way saves everything.
 
     >>> two = [RestartCase(name=name, save_at="step 0", parts=frozenset({"model"})) for name in ("everything", "usual")]
     >>> len(restarts(two))
@@ -80,9 +80,11 @@ def restarts(cases: list[RestartCase]) -> list[Restart]:
 
 
 def savers(work: list[Restart], *, quick: bool) -> list[list[Restart]]:
-    """Which saves are one run's. That of a set of parts saves these alone, as a script would that leaves the rest out:
-    to ask one part for its state may change another (PyTorch's loader makes its iterator then, which draws a random
-    number). In a quick study one run saves for all; "saving itself" tells whether that disturbs it.
+    """Group the restarts by the run that saves for them.
+
+    A run saves one set of parts, as a script would that leaves the rest out: to ask one part for its state may change
+    another (PyTorch's loader makes its iterator then, which draws a random number). In a quick study one run saves for
+    all restarts; the case "saving itself" shows whether that disturbs it.
 
     >>> work = restarts(plan({"parts": [{"name": "model"}], "usual": ["model"]}, "", quick=False))
     >>> [len(each) for each in savers(work, quick=False)], [len(each) for each in savers(work, quick=True)]
@@ -107,10 +109,20 @@ def measure(
     limit_s: float = LIMIT_S,
     at_once: int = AT_ONCE,
 ) -> list[Row]:
-    """All rows of a framework. ``hello``: its answer to that request. What is below ``scratch`` is removed again.
+    """Return all rows of a framework; a failure is a row, too.
 
-    ``start``: an interpreter; ``fork``: quicker, for runs that nothing is claimed of. ``at_once``: processes. Two
-    frameworks beside each other with one process each leave no core idle.
+    Args:
+        framework: its name.
+        start: starts a new interpreter of it.
+        hello: its answer to that request.
+        fork: starts a process more quickly, for runs that save or leave a part out; ``start`` if it is None.
+        scratch: folder for checkpoints, which are removed again.
+        logs: folder for what processes print.
+        quick: try fewer restarts.
+        say: called with every result.
+        seed: of the run.
+        limit_s: seconds after which a run counts as hanging.
+        at_once: processes at a time.
     """
     rows: list[Row] = []
     for variant in hello["variants"]:
@@ -134,7 +146,7 @@ def measure(
 
 @dataclass(frozen=True, kw_only=True)
 class LessonRuns:
-    """LessonRuns a framework's lesson, each time in a fresh process."""
+    """Runs of a framework's lesson, each in a fresh process."""
 
     framework: str
     start: Start
@@ -147,14 +159,15 @@ class LessonRuns:
     limit_s: float
 
     def undisturbed(self) -> LessonRun | Failed:
-        """In an interpreter of its own; of a variant, nothing is claimed but what a restart shows."""
+        """Train from the start to the end; variants may use a fork, because their control claims nothing."""
         return self._train(self.fork if self.variant else self.start)
 
     def saving(self, restarts: Iterable[Restart]) -> LessonRun | Failed:
-        """Saves for each restart what it is to have and no more, as a script does that leaves it out; trains on."""
+        """Train, and on the way save for each restart its parts and no others."""
         return self._train(self.fork, saves=sorted(self._save(restart) for restart in restarts))
 
     def restarted(self, restart: Restart) -> LessonRun | Failed:
+        """Train from a save to the end; in an interpreter of its own if everything is restored."""
         step, folder, parts = self._save(restart)
         return self._train(self.start if restart[1] == self.everything else self.fork, restore=(folder, step, parts))
 
@@ -173,7 +186,7 @@ class LessonRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class DeterminismAxis:
-    """One framework, one variant: the control, the runs that save, then the restarts."""
+    """All cases of one framework and one variant: the control, the runs that save, then the restarts."""
 
     runs: LessonRuns
     cases: list[RestartCase]
@@ -182,6 +195,7 @@ class DeterminismAxis:
     say: Say
 
     def rows(self) -> list[Row]:
+        """Run all cases and return a row for each."""
         variant = self.runs.variant
         control_case, saving_case = (
             RestartCase(name=CONTROL, variant=variant),

@@ -1,4 +1,4 @@
-"""The frameworks' processes, kept from turn to turn; one that dies is started again, and says so in its row."""
+"""The frameworks' processes, kept from turn to turn; one that dies is started again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from holdfast.study.models import Shape
 from holdfast.study.process import Failed, Process, Start
 
 T = TypeVar("T")
-LIMIT = 900.0  # seconds for a request: what takes longer hangs
+LIMIT = 900.0  # seconds for a request; one that takes longer hangs, even on a slow disk
 
 
 class FrameworkProcesses:
-    """One process for each framework, with the model that is measured now.
+    """One process for each framework, with the model that is being measured.
 
-    ``together``: all hold their model at once. Where memory does not suffice for that, a framework lets go of its
-    own when another one's turn comes.
+    Args:
+        starts: by framework, a function that starts its process.
+        logs: folder for what processes print.
     """
 
     def __init__(self, starts: Mapping[str, Start], logs: Path) -> None:
@@ -28,19 +29,23 @@ class FrameworkProcesses:
         self._together = True
 
     def model(self, shapes: list[Shape], *, seed: int, together: bool) -> None:
-        """From now on it is this model; each makes it when its turn comes."""
+        """Set the model; each framework makes it at its next request.
+
+        ``together``: all frameworks hold the model at once. Else one drops its own when another is asked, for machines
+        with too little memory.
+        """
         self._makes = {"shapes": shapes, "seed": seed}
         self._together = together
         for framework in self._starts:
             self._drop(framework)
 
     def ask(self, framework: str, op: str, **given: Any) -> dict[str, Any]:
-        """One request to a framework that holds the model."""
+        """Send a request to a framework that holds the model, and return its answer; raises ``Failed``."""
         given = {"within": LIMIT, **given}
         return self._tried(framework, lambda process: self._with_model(framework, process).ask(op, **given))
 
     def hello(self) -> dict[str, dict[str, Any] | Failed]:
-        """What each can do, or why it cannot; they start beside each other."""
+        """Start all processes at once; return what each framework can do, or why it cannot."""
         found: dict[str, dict[str, Any] | Failed] = {}
         for framework in self._starts:
             self._process(framework).send("hello")

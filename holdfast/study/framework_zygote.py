@@ -1,4 +1,4 @@
-"""A process that has imported a framework and done nothing else; its forks are ready at once."""
+"""The zygote of a framework: a process that has imported it, whose forks are ready at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tempfile import TemporaryDirectory
 
 from holdfast.study.process import Failed, Process
 
-LIMIT = 60.0  # seconds until a fork has called
+LIMIT = 60.0  # seconds until a fork has connected; on a very busy machine it takes some
 
 
 class FrameworkZygote:
-    """Imports its framework from now on; whoever asks first waits for that.
+    """A process that imports its framework; the first ``fork`` waits until it has.
 
     >>> import sys
     >>> log = Path("/dev/null")
@@ -28,14 +28,14 @@ class FrameworkZygote:
         process.send("hello")
 
     def ready(self) -> None:
-        """Returns when it has imported its framework."""
+        """Wait until it has imported its framework; raises ``Failed`` if it cannot."""
         with self._lock:
             if not self._ready:
                 self._ready = True
                 self._process.answer()
 
     def fork(self, log: Path) -> Process:
-        """A process with its own memory, and an end of its own."""
+        """Start a fork; what it prints goes to ``log``. Raises ``Failed`` if it does not begin."""
         self.ready()
         with TemporaryDirectory(prefix="holdfast-") as folder, socket.socket(socket.AF_UNIX) as door:
             address = f"{folder}/door"
@@ -52,7 +52,7 @@ class FrameworkZygote:
         return Fork(self, self._process.framework, log, pid, line)
 
     def ended(self, pid: int, *, wait: bool) -> int | None:
-        """How a fork has ended, if it has; without this process nobody knows, but that it was not asked to go on."""
+        """Return a fork's exit code, or None if it runs; that of a kill if the zygote, who would know, is dead."""
         if not self._process.alive:
             return -signal.SIGKILL
         with self._lock:
@@ -67,7 +67,7 @@ class FrameworkZygote:
 
 
 class Fork(Process):
-    """One of a zygote's."""
+    """A process that a zygote has forked."""
 
     def __init__(self, zygote: FrameworkZygote, framework: str, log: Path, pid: int, line: socket.socket) -> None:
         self._zygote = zygote

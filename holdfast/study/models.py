@@ -16,13 +16,14 @@ Shape = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class StudyModel:
-    """A name and shapes; ``nbytes`` counts weights and momentum, float32."""
+    """A model to save: its name, and the names and shapes of its weights."""
 
     name: str
     shapes: list[Shape]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of weights and momentum in float32."""
         return 2 * 4 * elements(iter(self.shapes))
 
 
@@ -92,7 +93,7 @@ def gpt(*, layers: int = 8, width: int = 256, vocabulary: int = 8192, context: i
 
 
 def small_gpt() -> Iterator[Shape]:
-    """One that is saved in no time, though in enough of it to be killed.
+    """A GPT of 21 MB with its momentum: quick to save, but slow enough to be killed on the way.
 
     >>> elements(small_gpt())
     2615424
@@ -104,6 +105,7 @@ MODELS = {"lenet": lenet, "small-gpt": small_gpt, "gpt": gpt, "resnet50": resnet
 
 
 def elements(shapes: Iterator[Shape]) -> int:
+    """Return the number of weights."""
     total = 0
     for _, shape in shapes:
         size = 1
@@ -135,7 +137,7 @@ def _normed(name: str, before: int, after: int, size: int) -> Iterator[Shape]:
 
 
 def model_of(name: str) -> StudyModel:
-    """A model by its name, or by the path of a checkpoint of any format.
+    """Return a model by its name, or by the path of a checkpoint of any format; raises ``UsageError``.
 
     >>> model_of("lenet").nbytes
     493648
@@ -150,7 +152,7 @@ def model_of(name: str) -> StudyModel:
 
 
 def shapes_in(path: Path) -> list[Shape]:
-    """The weights in a checkpoint: those of its section ``model``, or all if it has no sections."""
+    """Return the weights in a checkpoint: those of its section ``model``, or all if it has no sections."""
     from holdfast.checkpoint import open_checkpoint  # torch, which --help should not wait for
 
     tensors = open_checkpoint(path).tensors

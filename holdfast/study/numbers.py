@@ -1,4 +1,4 @@
-"""Numbers of the study, as people read them."""
+"""Texts for the numbers of the study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run after a restart is the one that would have been, as pure functions: nothing is started here."""
+"""Judgements on restarts, as pure functions: is a run the same as an undisturbed one, bit for bit?"""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _ORDINALS = ("first", "second", "third")
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCase:
-    """One question to a framework, and so one row."""
+    """One question to a framework, and one row of the results."""
 
     name: str
     variant: str = ""
-    save_at: str = ""  # the control and the saving itself belong to no save point
-    parts: frozenset[str] = frozenset()  # that are restored
+    save_at: str = ""  # the save point; the control and the saving itself have none
+    parts: frozenset[str] = frozenset()  # the parts that are restored
     left_out: str | None = None
 
     @property
     def words(self) -> str:
+        """Variant, save point and name, for people."""
         return ", ".join(filter(None, (self.variant, self.save_at, self.name)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LessonRun:
-    """What a lesson left behind: the bits of its losses from step ``first`` on, and a hash of each thing at its end."""
+    """Result of a lesson: the bits of its losses from step ``first`` on, and a hash of each final state."""
 
     first: int
     losses: Sequence[str]
@@ -43,7 +44,12 @@ class LessonRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """``first_step``: of the losses, counted from the restart; None where the losses are the same."""
+    """Difference between two runs.
+
+    Args:
+        first_step: the first step with another loss, counted from the restart; None if all losses are the same.
+        where: names of the states that differ, the losses first.
+    """
 
     first_step: int | None
     where: tuple[str, ...]
@@ -51,13 +57,15 @@ class RunDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartVerdict:
+    """The verdict on a case: one word, a sentence, and the difference if there is one."""
+
     verdict: str
     says: str
     difference: RunDifference | None = None
 
 
 def difference(reference: LessonRun, run: LessonRun) -> RunDifference | None:
-    """What is not the same, bit for bit, from the first step of ``run`` on.
+    """Return what differs, bit for bit, from the first step of ``run`` on; None if nothing does.
 
     >>> control = LessonRun(first=0, losses=["a", "b", "c"], digests={"weights": "1", "average": "2"})
     >>> difference(control, LessonRun(first=1, losses=["b", "c"], digests={"weights": "1", "average": "2"}))
@@ -78,7 +86,7 @@ def difference(reference: LessonRun, run: LessonRun) -> RunDifference | None:
 
 
 def judge_control(first: LessonRun | Failed, second: LessonRun | Failed) -> RestartVerdict:
-    """Two undisturbed runs: only where they are equal can any restart be judged.
+    """Judge two undisturbed runs: if they differ, no restart can be judged.
 
     >>> run = LessonRun(first=0, losses=["a"], digests={})
     >>> judge_control(run, LessonRun(first=0, losses=["b"], digests={})).says
@@ -97,7 +105,7 @@ def judge_control(first: LessonRun | Failed, second: LessonRun | Failed) -> Rest
 
 
 def judge_saving(control: LessonRun, saving: LessonRun | Failed) -> RestartVerdict:
-    """A run that was saved on its way, against one that was not."""
+    """Judge a run that saves, against one that does not."""
     if isinstance(saving, Failed):
         return judge_failed(saving)
     found = difference(control, saving)
@@ -110,8 +118,11 @@ def judge_saving(control: LessonRun, saving: LessonRun | Failed) -> RestartVerdi
 def judge_restart(
     case: RestartCase, control: LessonRun, run: LessonRun | Failed, whole: LessonRun | Failed
 ) -> RestartVerdict:
-    """A restart against the undisturbed run. ``whole`` is the restart with everything from the same save: where that
-    one differs already, a part that was left out is not to blame alone, and the sentence says so."""
+    """Judge a restart against the undisturbed run.
+
+    ``whole`` is the restart with everything, from the same save point. If it differs as well, the part that was left
+    out is not to blame alone, and the sentence says so.
+    """
     if isinstance(run, Failed):
         return judge_failed(run)
     found = difference(control, run)
@@ -127,7 +138,7 @@ def judge_restart(
 
 
 def judge_failed(why: Failed) -> RestartVerdict:
-    """Some frameworks' errors are pages long: the log has them whole.
+    """Return the verdict on a run that failed, with the first line of its error: some errors are pages long.
 
     >>> judge_failed(Failed("KeyError: no loader\\nknown are\\n  model")).says
     'KeyError: no loader'
@@ -136,13 +147,13 @@ def judge_failed(why: Failed) -> RestartVerdict:
 
 
 def judge_untested(control: RestartVerdict) -> RestartVerdict:
-    """What is said of all other cases when the control was not identical: never that they are."""
+    """Return the verdict on every other case if the control was not identical: nothing can be said."""
     why = "two undisturbed runs differ already" if control.verdict == NOT_TESTABLE else "the undisturbed run fails"
     return RestartVerdict(verdict=NOT_TESTABLE, says=f"not run: {why}")
 
 
 def row(framework: str, case: RestartCase, verdict: RestartVerdict) -> Row:
-    """A row of the results.
+    """Return a case as a row of the results.
 
     >>> case = RestartCase(name="without loader", save_at="mid-epoch", left_out="loader")
     >>> row("jax", case, RestartVerdict(verdict="failed", says="OSError: gone"))["id"]
@@ -165,9 +176,9 @@ def row(framework: str, case: RestartCase, verdict: RestartVerdict) -> Row:
 
 
 def needed(rows: Iterable[Row], framework: str, variant: str = "") -> list[str]:
-    """The parts without which a restart differs, in the order of the rows.
+    """Return the parts without which a restart differs, in the order of the rows.
 
-    Only save points count from which a restart with everything is identical: elsewhere, a difference shows nothing.
+    A save point counts only if a restart with everything is identical from there: else a difference shows nothing.
     """
     ours = [row for row in rows if row["framework"] == framework and row["variant"] == variant]
     sound = {row["save_at"] for row in ours if row["case"] == EVERYTHING and row["verdict"] == IDENTICAL}
@@ -176,7 +187,8 @@ def needed(rows: Iterable[Row], framework: str, variant: str = "") -> list[str]:
 
 
 def _since(found: RunDifference, when: str) -> str:
-    """
+    """Return in words when two runs begin to differ.
+
     >>> _since(RunDifference(first_step=1, where=("losses",)), "after the restart")
     'from the second step after the restart'
     >>> _since(RunDifference(first_step=None, where=("weights", "average")), "after the restart")
@@ -188,7 +200,7 @@ def _since(found: RunDifference, when: str) -> str:
 
 
 def ordinal(step: int) -> str:
-    """Steps are counted from 0, and named from the first.
+    """Return the name of a step; step 0 is the first.
 
     >>> ordinal(0), ordinal(6)
     ('first', '7th')

@@ -1,4 +1,4 @@
-"""The study from its begin to its end: install, measure every axis, advise, report."""
+"""The whole study: install the frameworks, measure every axis, derive advice."""
 
 from __future__ import annotations
 
@@ -34,12 +34,22 @@ Hello = dict[str, Any] | Failed
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """How much is measured. ``costly``: models whose saves are also measured beside training."""
+    """The amount of measuring.
+
+    Args:
+        costly: names of the models whose saves are also measured beside training steps.
+        others: names of the models whose saves and loads are measured alone.
+        scaled: name of the model that 1, 2 and 4 ranks save.
+        killed: name of the model whose saves are killed.
+        rounds: counted rounds of each costly model.
+        other_rounds: counted rounds of the other models and of the ranks.
+        kills: kills of each format that are spread over a save.
+    """
 
     costly: tuple[str, ...]
     others: tuple[str, ...]
     scaled: str
-    killed: str  # while it is saved
+    killed: str
     rounds: int
     other_rounds: int
     kills: int
@@ -61,7 +71,18 @@ FULL = StudyPlan(
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """What a user has asked for.
+    """The settings that a user gives.
+
+    Args:
+        frameworks: names of adapters.
+        quick: fewer rounds, models and kills, for about five minutes.
+        model: the model that the advice is for: a name, or the path of a checkpoint; None takes the plan's.
+        mtbf: mean seconds between two failures, for the advice on the interval.
+        seed: decides the order of turns and the moments of kills.
+        out: folder of the report; checkpoints are written there too.
+
+    Raises:
+        UsageError: an unknown framework, no framework, or a time between failures that is not positive.
 
     >>> StudySettings(frameworks=("pytorch", "numpy"))
     Traceback (most recent call last):
@@ -70,7 +91,7 @@ class StudySettings:
 
     frameworks: tuple[str, ...] = NAMES
     quick: bool = False
-    model: str | None = None  # the user's own
+    model: str | None = None
     mtbf: float = 6 * 3600.0
     seed: int = 0
     out: Path = Path("holdfast-study")
@@ -86,7 +107,16 @@ class StudySettings:
 
 
 def study(settings: StudySettings, say: Say) -> dict[str, Any]:
-    """Everything that was measured, and what follows from it."""
+    """Measure everything, and return the results as ``report.json`` has them.
+
+    Args:
+        settings: what to measure, and where to write checkpoints and logs.
+        say: called with a sentence whenever something else is being done.
+
+    Raises:
+        UsageError: the folder cannot be written, the disk is too full, or the model is unknown.
+        HoldfastError: none of the frameworks can be measured.
+    """
     plan = QUICK if settings.quick else FULL
     costly = [model_of(name) for name in ([settings.model] if settings.model else plan.costly)]
     others = [model_of(name) for name in plan.others if name != settings.model]
@@ -114,13 +144,13 @@ def study(settings: StudySettings, say: Say) -> dict[str, Any]:
 
 
 def _room(plan: StudyPlan, models: Sequence[StudyModel]) -> int:
-    """Bytes that lie on the disk at once, at most: a save beside what is being removed, or a file of each rank's."""
+    """Return the most bytes on the disk at once: some saves of the largest model, or one file of each rank."""
     return max(3 * max(model.nbytes for model in models), (1 + max(scale_axis.RANKS)) * model_of(plan.scaled).nbytes)
 
 
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
-    """A new folder for checkpoints, on the disk that --out is on, and gone afterwards: what else is there stays."""
+    """Make a folder for checkpoints below ``out``, on the same disk, and remove it at the end."""
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         folder = Path(mkdtemp(prefix="scratch-", dir=out))
@@ -133,6 +163,7 @@ def _scratch(out: Path) -> Iterator[Path]:
 
 
 def _opening(settings: StudySettings, plan: StudyPlan, costly: Sequence[StudyModel]) -> Row:
+    """Return the part of the results that is known before anything is measured."""
     return {
         "version": version("holdfast"),
         "when": datetime.now().isoformat(timespec="seconds"),
@@ -148,7 +179,7 @@ def _opening(settings: StudySettings, plan: StudyPlan, costly: Sequence[StudyMod
 
 
 def _framework(installed: Installed, hello: Hello | None) -> Row:
-    """A row for each, with the reason if it cannot be measured."""
+    """Return a framework's row: its versions and parts, or the reason why it cannot be measured."""
     row: Row = {"framework": installed.framework, "install_s": round(installed.seconds, 1), "versions": {}}
     if hello is None or isinstance(hello, Failed):
         return row | {"ok": False, "why": installed.why if hello is None else str(hello)}
@@ -159,18 +190,18 @@ def _framework(installed: Installed, hello: Hello | None) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """All that is measured."""
+    """The axes of the study, each as a method that returns its rows."""
 
     settings: StudySettings
     plan: StudyPlan
-    starts: Mapping[str, Start]  # with one thread: several have their turn at once
-    able: Mapping[str, Row]  # what the frameworks said they can do
+    starts: Mapping[str, Start]  # with one thread each, because several processes run at once
+    able: Mapping[str, Row]  # each framework's answer to "hello"
     folder: Path
     say: Say
 
     @contextmanager
     def zygotes(self) -> Iterator[dict[str, Start]]:
-        """Of every framework, all ready: what they import beside a measurement would disturb it."""
+        """Start a zygote of every framework; all have imported it before anything is measured beside them."""
         with ExitStack() as stack:
             begun = {name: start(self._logs / f"{name}.log") for name, start in self.starts.items()}
             found = {name: stack.enter_context(FrameworkZygote(process)) for name, process in begun.items()}
@@ -185,7 +216,7 @@ class Measurements:
         costly: Sequence[StudyModel],
         others: Sequence[StudyModel],
     ) -> Row:
-        """Cost, formats and the limits of the machine, from the same turns."""
+        """Measure cost, formats and the limits of the machine, all in the same turns."""
         formats = {name: [SaveFormat(**form) for form in hello["formats"]] for name, hello in self.able.items()}
         turns_of = partial(take, processes, formats=formats, folder=self.folder, seed=self.settings.seed, say=self.say)
         found: Row = {"limits": [], "cost": [], "formats": []}
@@ -201,7 +232,7 @@ class Measurements:
         return found
 
     def others(self, forks: Mapping[str, Start]) -> Row:
-        """The axes that need many processes."""
+        """Measure the axes that need many processes: scale, crash safety and determinism."""
         found: Row = {"scale": [], "crash_safety": [], "determinism": []}
         for name in self.able:  # one after the other: these are times
             found["scale"] += self._scale(name, forks[name])

@@ -1,7 +1,7 @@
-"""The third axis: several ranks with the same state save it at once. Who writes how much, and who is last?
+"""The axis "scale": several ranks with the same state save it at once. Which rank writes how much, and how long?
 
-The ranks are processes of one machine and share its cores and its disk, so that seconds tell how strategies compare
-here, not how a cluster would do.
+The ranks are processes of one machine and share its cores and its disk: the seconds compare strategies here, and do
+not predict a cluster.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.study.turns import Say
 
 Row = dict[str, Any]
 RANKS = (1, 2, 4)
-OVERHEAD = 0.01  # of a copy: names, headers and indexes, of which every file has its own
-HEAD_START = 0.1  # seconds in which every rank learns that it begins
-LIMIT = 120.0  # seconds for a save
+OVERHEAD = 0.01  # share of a copy: names, headers and indexes, which every file has and which are no second copy
+HEAD_START = 0.1  # seconds between the request and the common begin, so that every rank has got its request
+LIMIT = 120.0  # seconds for a save; a rank that takes longer hangs
 
 
 def duplicated(on_disk: int, copy: int) -> int:
-    """Bytes beyond one copy. What each file has of names and headers is none of the state, and does not count.
+    """Return the bytes beyond one copy; names and headers of each file do not count.
 
     >>> duplicated(2_000, 1_000), duplicated(1_009, 1_000), duplicated(950, 1_000)
     (1000, 0, 0)
@@ -42,7 +42,7 @@ def duplicated(on_disk: int, copy: int) -> int:
 
 @dataclass(kw_only=True)
 class ScaleCase:
-    """A strategy on so many ranks, one entry a round: each rank's seconds and bytes, and what is on the disk then."""
+    """A strategy on a number of ranks. Lists have an entry a round: seconds and bytes by rank, bytes on the disk."""
 
     strategy: str
     ranks: int
@@ -64,8 +64,22 @@ def measure(
     seed: int,
     say: Say,
 ) -> list[Row]:
-    """A row for each strategy on each number of ranks. All take turns, in random order; one round before them is not
-    counted, as memory that was never touched costs more than the rest."""
+    """Return a row for each strategy on each number of ranks.
+
+    All take turns in random order. One round before them is not counted: memory that was never touched costs more
+    than everything else. An error becomes a row, too.
+
+    Args:
+        framework: its name.
+        start: starts a process of it.
+        strategies: names of its ways to save on several ranks.
+        shapes: of the model that every rank holds.
+        folder: for checkpoints; nothing is left there.
+        logs: folder for what processes print.
+        rounds: counted rounds.
+        seed: decides the order of turns.
+        say: called with what is being done.
+    """
     cases = [ScaleCase(strategy=strategy, ranks=ranks) for strategy in strategies for ranks in RANKS]
     order, target = random.Random(f"{seed}/{framework}"), folder / "ranks"
     with Crew(start, [logs / f"{framework}-rank-{rank}.log" for rank in range(RANKS[-1])], shapes) as crew:
@@ -79,7 +93,7 @@ def measure(
 
 
 def _turn(crew: Crew, cases: Sequence[ScaleCase], folder: Path, *, counted: bool) -> None:
-    """Every strategy once, on one number of ranks."""
+    """Save once with every strategy, on one number of ranks."""
     for case in cases:
         try:
             disk.empty(folder)
@@ -94,8 +108,10 @@ def _turn(crew: Crew, cases: Sequence[ScaleCase], folder: Path, *, counted: bool
 
 
 class Crew:
-    """As many processes as there are logs, with the same state. They are started once; where one fails, all are
-    started again, because the others may wait for it for ever."""
+    """Processes with the same state, one for each log.
+
+    They are started once. If one fails, all are started again, because the others may wait for it for ever.
+    """
 
     def __init__(self, start: Start, logs: Sequence[Path], shapes: list[Shape]) -> None:
         self._start, self._logs, self._shapes = start, logs, shapes
@@ -103,7 +119,7 @@ class Crew:
         self._joined = 0
 
     def save(self, strategy: str, ranks: int, folder: Path) -> list[Row]:
-        """All ranks begin at the same moment; an answer from each."""
+        """Save on the first ``ranks`` processes, which begin at the same moment; return an answer of each."""
         if not self._processes:
             self._processes = [self._start(log) for log in self._logs]
             self._ask("make", [{"shapes": self._shapes, "seed": 0}] * len(self._logs))
@@ -141,7 +157,7 @@ class Crew:
 
 
 def rows_of(framework: str, cases: Sequence[ScaleCase], *, state: int) -> list[Row]:
-    """One copy is what the same strategy leaves on the disk with one rank: formats may compress."""
+    """Return a row for each case. One copy: the bytes on the disk with one rank, because formats may compress."""
     copies = {case.strategy: case.on_disk[0] for case in cases if case.ranks == 1 and not case.error}
     return [_row(framework, case, state, copies.get(case.strategy, state)) for case in cases]
 

@@ -1,4 +1,4 @@
-"""Saves and loads of every format and the limits of the machine, interleaved in the same rounds, in random order."""
+"""Rounds in which every format saves and loads once, and every limit of the machine is measured, in random order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from holdfast.study.process import Failed, Start
 
 Say = Callable[[str], None]
 LIMITS = "limits"
-AT_ONCE = min(2, os.cpu_count() or 1)  # processes, where no times are measured
+AT_ONCE = min(2, os.cpu_count() or 1)  # processes at a time where no times are measured: memory is for two
 
 
 @dataclass(kw_only=True)
 class FormatRounds:
-    """What one format did, one entry a round; ``error`` if it failed, and it had no more turns then."""
+    """Measurements of one format, an entry a round; after an ``error`` it has no more turns."""
 
     framework: str
     form: SaveFormat
@@ -38,7 +38,7 @@ class FormatRounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """All that was measured of one model. Lists have one entry a round: ratios are taken round by round."""
+    """Measurements of one model. Lists have an entry a round, so that ratios can be taken within a round."""
 
     model: StudyModel
     records: list[FormatRounds]
@@ -57,9 +57,21 @@ def take(
     training: bool = False,
     forks: Mapping[str, Start] | None = None,
 ) -> Turns:
-    """``training``: also what a save costs a training loop, and what of it is not the disk's. Those rounds have one
-    before them that is not counted: memory that was never touched costs more than all else. ``forks``: new processes,
-    to see how much memory a first save takes; what comes later finds it there."""
+    """Measure all formats of all frameworks with one model.
+
+    Args:
+        processes: of the frameworks.
+        model: to save.
+        formats: by framework.
+        folder: for checkpoints.
+        rounds: counted rounds.
+        seed: decides the order of turns.
+        say: called with what is being done.
+        training: measure also what a save costs a training loop, and the same save without a disk. One round before
+            the others is not counted then: memory that was never touched costs more than everything else.
+        forks: by framework, starts a new process that shows how much memory a first save takes; a later save finds
+            the memory there. None: not measured.
+    """
     together = fits(model.nbytes, len(formats))
     processes.model(model.shapes, seed=seed, together=together)
     records = [FormatRounds(framework=name, form=form) for name, forms in formats.items() for form in forms]
@@ -101,7 +113,7 @@ def _turn(processes: FrameworkProcesses, record: FormatRounds, folder: Path, *, 
 
 
 def _peak(fork: Start, model: StudyModel, record: FormatRounds, folder: Path, seed: int) -> int | None:
-    """How far memory rises in the first save of a process."""
+    """Return the bytes by which memory rises in the first save of a process; None if nobody can tell."""
     with TemporaryDirectory(dir=folder) as target:
         try:
             with fork(folder / "peak.log") as process:
@@ -113,7 +125,7 @@ def _peak(fork: Start, model: StudyModel, record: FormatRounds, folder: Path, se
 
 
 def fits(nbytes: int, frameworks: int) -> bool:
-    """Whether all frameworks may hold the model at once: each needs it about four times while it saves and loads.
+    """Return whether all frameworks may hold the model at once; each needs about four times its bytes.
 
     >>> fits(1000, 5), fits(10**15, 5)
     (True, False)
@@ -122,7 +134,7 @@ def fits(nbytes: int, frameworks: int) -> bool:
 
 
 def available() -> float:
-    """Bytes of memory that nobody uses."""
+    """Return the bytes of memory that no process uses."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return float(line.split()[1]) * 1024

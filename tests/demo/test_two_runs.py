@@ -7,8 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.cli.main import app
 from holdfast.demo.story import Story
 from holdfast.demo.two_runs import DemoRun, DemoSettings, DemoVerdict
+from holdfast.errors import UsageError
 
 
 def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
@@ -17,7 +22,7 @@ def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_killed_worker_leaves_no_trace_in_the_weights(tmp_path: Path) -> None:
-    demo = run_demo("--steps", "12", "--kills", "1", "--workers", "3", "--json", "--out", str(tmp_path))
+    demo = run_demo("--steps", "8", "--kills", "1", "--workers", "2", "--json", "--out", str(tmp_path))
     assert demo.returncode == 0, demo.stderr
     verdict = json.loads(demo.stdout.splitlines()[-1])
     keys = "steps workers kills recoveries_ms recovery_ms_median weights_sha256 undisturbed_sha256 identical"
@@ -25,14 +30,13 @@ def test_a_killed_worker_leaves_no_trace_in_the_weights(tmp_path: Path) -> None:
     assert verdict["identical"] is True
     assert verdict["weights_sha256"] == verdict["undisturbed_sha256"]
     assert len(verdict["weights_sha256"]) == 64
-    assert (verdict["steps"], verdict["workers"], verdict["kills"]) == (12, 3, 1)
+    assert (verdict["steps"], verdict["workers"], verdict["kills"]) == (8, 2, 1)
     assert verdict["recoveries_ms"] == [verdict["recovery_ms_median"]]
-    assert 1 < verdict["recovery_ms_median"] < 10_000
+    assert verdict["recovery_ms_median"] > 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "dies in step" in demo.stderr
-    assert "survivors commit step" in demo.stderr
 
 
+@pytest.mark.thorough("tests/faults/test_pipelines.py kills workers of pipelines and compares hashes")
 def test_pipelines_lose_a_worker_and_come_to_what_one_worker_comes_to(tmp_path: Path) -> None:
     demo = run_demo("--pipeline", "--steps", "10", "--kills", "1", "--json", "--out", str(tmp_path))
     assert demo.returncode == 0, demo.stderr
@@ -45,11 +49,10 @@ def test_pipelines_lose_a_worker_and_come_to_what_one_worker_comes_to(tmp_path: 
         assert [layer for stage in pipeline for layer in range(*stage["layers"])] == list(range(6))
     assert verdict["layouts"][1]["received_bytes"] > 0
     assert verdict["layouts"][1]["left_over"] == []
-    assert "2 pipelines: " in demo.stderr
-    assert "4 survivors commit step" in demo.stderr
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough("tests/faults kills workers of replicas that train apart")
 def test_replicas_that_train_apart_lose_a_worker_and_end_equal(tmp_path: Path) -> None:
     demo = run_demo("--sync", "--steps", "16", "--kills", "1", "--workers", "2", "--json", "--out", str(tmp_path))
     assert demo.returncode == 0, demo.stderr
@@ -57,26 +60,20 @@ def test_replicas_that_train_apart_lose_a_worker_and_end_equal(tmp_path: Path) -
     assert (verdict["kills"], verdict["sync"]["replicas_equal"], verdict["identical"]) == (1, True, False)
     assert 0 < verdict["sync"]["synchronised"] < 16 + 2  # the first ten steps are together, and there is the end
     assert verdict["sync"]["disturbed"]["loss"] > 0
-    assert "all replicas end with the same weights" in demo.stderr
-    assert "synchronised at every step, a worker sent " in demo.stderr
 
 
-def test_pipelines_have_no_replicas_that_could_train_apart() -> None:
-    demo = run_demo("--sync", "--pipeline")
-    assert demo.returncode == 2
-    assert "--pipeline or --sync" in demo.stderr
-
-
-def test_one_worker_cannot_be_killed() -> None:
-    demo = run_demo("--workers", "1")
-    assert demo.returncode == 2
-    assert "--kills 0" in demo.stderr
-
-
-def test_one_pipeline_cannot_lose_a_worker() -> None:
-    demo = run_demo("--pipeline", "--workers", "3")
-    assert demo.returncode == 2
-    assert "--workers 4 or more, or --kills 0" in demo.stderr
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (["--sync", "--pipeline"], "--pipeline or --sync"),  # a pipeline has no replicas that could train apart
+        (["--workers", "1"], "--kills 0"),  # one worker cannot be killed
+        (["--pipeline", "--workers", "3"], "--workers 4"),  # one pipeline cannot lose a worker
+    ],
+)
+def test_what_cannot_be_shown_is_refused_with_a_hint(options: list[str], hint: str) -> None:
+    error = CliRunner().invoke(app, ["demo", *options]).exception
+    assert isinstance(error, UsageError)
+    assert hint in str(error)
 
 
 def outcome(*, weights: str = "a", state: str = "b", straggler: str = "b", loss: float = 1.0) -> DemoRun:

@@ -42,7 +42,7 @@ def test_one_that_dies_says_how(process: Process) -> None:
 def test_one_that_hangs_is_ended(process: Process) -> None:
     process.ask("hello")
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(Failed, match="did not answer within 1 s"):
+    with pytest.raises(Failed, match="did not answer"):
         process.ask("hello", within=1.0)
     assert not process.alive
 

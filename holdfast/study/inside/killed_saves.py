@@ -1,4 +1,4 @@
-"""Saves that are killed, and what can be loaded afterwards. Version 1 of the numbers is the old one, 2 the new."""
+"""Requests to save versions of a model, to kill such a save, and to look at what is left of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from holdfast.study.adapters.base import Shapes
 from holdfast.study.inside.session import Session
 
-OLD, NEW = 1, 2
-POLL = 0.001  # seconds between two looks at a save
-OVER = b"."
+OLD, NEW = 1, 2  # versions: seeds of the numbers in the model
+POLL = 0.001  # seconds between two looks at a save: kills are aimed to the millisecond
+OVER = b"."  # sent by a fork when its save is over
 
 
 def versions_of(session: Session) -> dict[str, Any]:
-    """What each version looks like when all of it is there."""
+    """Return the digests of the old and of the new version."""
     found = {}
     for version in (OLD, NEW):
         session.training.reset(version)
@@ -29,7 +29,7 @@ def versions_of(session: Session) -> dict[str, Any]:
 
 
 def overwrite(session: Session, *, form: str, folder: str, version: int) -> dict[str, Any]:
-    """Saves a version over whatever is there."""
+    """Save a version over whatever is in the folder."""
     session.training.reset(version)
     _save(session, form, Path(folder))
     return {}
@@ -38,13 +38,14 @@ def overwrite(session: Session, *, form: str, folder: str, version: int) -> dict
 def doom(
     session: Session, *, shapes: Shapes, form: str, folder: str, delay: float | None, from_change: bool = False
 ) -> dict[str, Any]:
-    """A fork of this process makes a model and saves the new version of it; ``delay`` seconds after that save began, or
-    after it first changed a file that had been there (``from_change``), it is killed, if it is not over yet. None
-    lets it end.
+    """Fork this process, let the fork save the new version, and kill it on the way.
 
-    This process must not have made a model itself: no framework bears a fork once its threads run, all of them do
-    before. The save is over when its call returns, synced or not: the kernel loses nothing when a process dies.
-    ``touched``: when it began to change files; no kill before that can do harm.
+    The kill comes ``delay`` seconds after the save began, or after it first changed an old file (``from_change``), if
+    the save is not over by then. With ``delay=None`` there is no kill.
+
+    This process must not have made a model itself: frameworks survive a fork only before their threads run. The save
+    is over when its call returns, synced or not: the kernel loses nothing when a process dies. ``touched`` is the
+    second in which the save began to change files; no kill before that can do harm.
     """
     before, touched, changed = _seen(folder), 0.0, 0.0
     ready, begun = os.pipe()
@@ -73,7 +74,7 @@ def doom(
 
 
 def _seen(folder: str) -> dict[str, tuple[int, int, int]]:
-    """Which file it is, its size and its time, of all that are there."""
+    """Return inode, size and time of every file in a folder."""
     found = {}
     for place, _, files in os.walk(folder):
         for name in files:
@@ -86,7 +87,7 @@ def _seen(folder: str) -> dict[str, tuple[int, int, int]]:
 
 
 def _save_and_exit(session: Session, shapes: Shapes, form: str, folder: Path, begun: int) -> NoReturn:
-    """Tells when the save begins, by one byte; then that it is over, by another, or what went wrong."""
+    """Save in the fork. One byte tells that the save begins, another that it is over; an error is sent in words."""
     code = 1
     try:
         session.training = session.adapter.make(shapes, NEW)
@@ -109,7 +110,7 @@ def _save(session: Session, form: str, folder: Path) -> None:
 
 
 def look(session: Session, *, form: str, folder: str) -> dict[str, Any]:
-    """Loads over zeros: an error in words, or what each array is now."""
+    """Load over zeros; return the error, or the digest of each array."""
     session.training.clear()
     try:
         session.load(form, Path(folder))
@@ -119,7 +120,7 @@ def look(session: Session, *, form: str, folder: str) -> dict[str, Any]:
 
 
 def _words(error: Exception) -> str:
-    """What it says, in a line: the first one, or the last if that is another's error which is only passed on.
+    """Return one line of an error: the first, or the last if that is an error which is only passed on.
 
     >>> _words(RuntimeError("ranks:[0]\\nTraceback\\nEOFError: too short")), _words(OSError("no file\\nsee there"))
     ('EOFError: too short', 'OSError: no file')

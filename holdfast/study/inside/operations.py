@@ -1,4 +1,4 @@
-"""Saves and loads, measured in the framework's own process."""
+"""Requests to a framework's process: make a model, save and load it and take the time, train a lesson."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from holdfast.study.adapters.base import STEPS, Shapes
 from holdfast.study.inside import disk
 from holdfast.study.inside.session import Session
 
-AFTER = 3  # steps that follow a save at least: what it leaves behind may slow them down
-USUAL, LONG = 5, 0.2  # steps that tell how long one takes, and seconds: at least as many and as long
+AFTER = 3  # least steps after a save that count as its cost: its leftovers may slow them down
+USUAL, LONG = 5, 0.2  # least steps, and least seconds, that tell how long an undisturbed step takes
 
 
 def make(session: Session, *, shapes: Shapes, seed: int) -> dict[str, Any]:
-    """A model in training; the one before is forgotten first, so that both are never held."""
+    """Make a model and train it one step; the one before is dropped first, to save memory."""
     drop(session)
     session.training = session.adapter.make(shapes, seed)
     loss = session.training.step()
@@ -28,14 +28,14 @@ def make(session: Session, *, shapes: Shapes, seed: int) -> dict[str, Any]:
 
 
 def drop(session: Session) -> dict[str, Any]:
-    """The model is needed no more."""
+    """Drop the model."""
     session.training = None
     gc.collect()
     return {}
 
 
 def save(session: Session, *, form: str, folder: str, memory: bool = False) -> dict[str, Any]:
-    """One save until it is on the disk. ``memory``: once more into memory, to see what is not the disk's."""
+    """Save once, until it is on the disk, and return times and sizes. ``memory``: then save again, into memory."""
     target = Path(folder)
     disk.empty(target)
     peak = disk.Peak()
@@ -63,8 +63,10 @@ def save(session: Session, *, form: str, folder: str, memory: bool = False) -> d
 
 
 def _into_memory(session: Session, form: str) -> float | None:
-    """The same save where there is no disk; None where there is no such place, or too little room: in a container it
-    may have 64 MB."""
+    """Return the seconds of the same save into a file system in memory.
+
+    None if there is no such file system, or too little room: in a container it may have 64 MB.
+    """
     folder = disk.memory_of(os.getpid())
     try:
         folder.mkdir()
@@ -81,7 +83,7 @@ def _into_memory(session: Session, form: str) -> float | None:
 
 
 def load(session: Session, *, form: str, folder: str) -> dict[str, Any]:
-    """Cold, then warm; and whether what came is what had been saved."""
+    """Load from the disk, then from the page cache; return both times, and whether it gave what was saved."""
     training = session.training
     expected = training.digests()
     seconds = {}
@@ -100,8 +102,11 @@ def load(session: Session, *, form: str, folder: str) -> dict[str, Any]:
 
 
 def beside(session: Session, *, form: str, folder: str) -> dict[str, Any]:
-    """What a save costs a training loop in all: the time until it is on the disk (and some steps longer), less what as
-    many steps take before and after it. Means against means: a median would count every slow step as the save's."""
+    """Return the seconds that a save costs a training loop.
+
+    That is the time until the save is on the disk (and some steps longer), less the time of as many undisturbed steps.
+    Means are compared with means: with a median, every slow step would count as the save's cost.
+    """
     target = Path(folder)
     disk.empty(target)
     usual = _usual_steps(session)
@@ -130,7 +135,7 @@ def _finish(wait: Any, folder: Path) -> None:
 
 
 def _usual_steps(session: Session) -> list[float]:
-    """Seconds of steps that nothing disturbs."""
+    """Return the seconds of each of some undisturbed steps."""
     found: list[float] = []
     while len(found) < USUAL or sum(found) < LONG:
         begin = time.monotonic()
@@ -140,7 +145,7 @@ def _usual_steps(session: Session) -> list[float]:
 
 
 def join(session: Session, *, rank: int, ranks: int, address: str) -> dict[str, Any]:
-    """Meets the other ranks."""
+    """Meet the other ranks at ``address`` (host:port)."""
     session.adapter.join(rank, ranks, address)
     return {}
 
@@ -148,7 +153,7 @@ def join(session: Session, *, rank: int, ranks: int, address: str) -> dict[str, 
 def save_ranked(
     session: Session, *, strategy: str, folder: str, rank: int, ranks: int, at: float = 0.0
 ) -> dict[str, Any]:
-    """Begins at the moment ``at`` of the machine's clock, as all ranks do; ends when all of it is on the disk."""
+    """Save this rank's part, from the moment ``at`` of the monotonic clock until it is on the disk."""
     time.sleep(max(0.0, at - time.monotonic()))
     before, begin = disk.written(), time.monotonic()
     session.training.save_ranked(strategy, Path(folder), rank, ranks)
@@ -164,8 +169,11 @@ def train(
     restore: tuple[str, int, list[str]] | None = None,
     saves: list[tuple[int, str, list[str]]] = (),  # type: ignore[assignment]
 ) -> dict[str, Any]:
-    """``restore``: (folder, step, parts) to begin from. ``saves``: (step, folder, parts), in the order of their steps;
-    it trains on after each. The losses are those of the steps from the first one on."""
+    """Train a lesson to its end; return its losses and digests.
+
+    ``restore``: (folder, step, parts) to begin from. ``saves``: (step, folder, parts) in the order of their steps;
+    training goes on after each.
+    """
     lesson = session.adapter.lesson(seed, variant)
     step = 0
     if restore is not None:
