@@ -1,4 +1,4 @@
-"""What the audience sees: a live table on a terminal, plain lines anywhere else."""
+"""Output of the demo: a live table on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.text import Text
 from holdfast.demo.story import Death, Story
 from holdfast.words import size_text
 
-REFRESH_SECONDS = 0.15  # rendering takes time from the workers, who share the cores
-PLAIN_LINES = 8  # lines about ordinary progress in a run
+REFRESH_SECONDS = 0.15  # between two drawings, which take time from the workers on the same cores
+PLAIN_LINES = 8  # lines about ordinary progress in a run: more would hide the kills
 
 
 class Show(Protocol):
-    """``begin`` a run, ``tell`` what happens in it, ``tick`` often, ``close`` before anything else is printed."""
+    """A display: ``begin`` a run, ``tell`` what happens, ``tick`` often, ``close`` before other output."""
 
     def begin(self, name: str, story: Story) -> None: ...
 
@@ -31,7 +31,7 @@ class Show(Protocol):
 
 
 class PlainShow:
-    """One line for each thing that happens; nothing is ever taken back."""
+    """Plain lines, one for each thing that happens."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ class PlainShow:
 
 
 def bar(done: int, total: int, width: int = 20) -> str:
-    """A bar of characters.
+    """Return a progress bar of characters.
 
     >>> bar(1, 4, width=8)
     '[##......]'
@@ -68,7 +68,7 @@ def bar(done: int, total: int, width: int = 20) -> str:
 
 
 class LiveShow:
-    """Both runs' bars, the workers, and a table of the dead, redrawn in place."""
+    """A display for terminals, redrawn in place: bars of both runs, the workers, and a table of the killed."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False)
@@ -130,7 +130,7 @@ def _workers(story: Story) -> Text:
 
 
 def places_table(story: Story) -> Table:
-    """Who holds which layers, and what was sent to whom for it."""
+    """Return a table of each worker's layers, and of the bytes that it received for them."""
     now = story.arrangements[-1]
     dying = {death.worker for death in story.deaths}
     table = Table(box=None, padding=(0, 2), header_style="dim")
@@ -150,7 +150,7 @@ def places_table(story: Story) -> Table:
 
 
 def deaths_table(deaths: list[Death]) -> Table:
-    """Who died, when, and how long it took the others to go on."""
+    """Return a table of the killed workers: when, and how long the others took to go on."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for heading in ("killed", "in step", "noticed after", "next step committed after"):
         table.add_column(heading, justify="right")

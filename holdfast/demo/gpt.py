@@ -27,7 +27,7 @@ class GPTConfig:
 
 
 class GPTEmbedding(nn.Module):
-    """What a byte is, and where it stands."""
+    """Embedding of a byte and of its position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GPTEmbedding(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Causal attention, then two linear layers, each added to what came in."""
+    """Causal attention, then two linear layers; each is added to its input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class GPTHead(nn.Module):
 
 
 def gpt_layers(config: GPTConfig) -> list[nn.Module]:
-    """The model, layer by layer: what ``holdfast.Run(layers=...)`` takes.
+    """Return the model as a list of layers, for ``holdfast.Run(layers=...)``.
 
     >>> text = torch.zeros(2, 16, dtype=torch.long)
     >>> nn.Sequential(*gpt_layers(GPTConfig()))(text).shape
@@ -94,7 +94,7 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
 
 
 def _initialise(module: nn.Module) -> None:
-    """GPT-2's: torch's own unit-variance embeddings would drown what the blocks add at first."""
+    """Initialise as GPT-2 does: torch's own embeddings, of variance 1, would drown what the blocks add at first."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
@@ -102,7 +102,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def next_byte_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """The mean cross-entropy per byte, in nats.
+    """Return the mean cross-entropy per byte, in nats.
 
     >>> clueless = next_byte_loss(torch.zeros(1, 4, BYTES), torch.zeros(1, 4, dtype=torch.long))
     >>> round(clueless.item(), 3)  # log(256)

@@ -1,4 +1,4 @@
-"""The loss curves of both runs in one picture; below them, if workers hold parts, who held which layers when."""
+"""The demo's picture: the loss curves of both runs and, in pipelines, the layers of each worker over time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from holdfast.demo.story import Story
 
 LIGHT, DARK, RED = "#9ecbf5", "#16324f", "#d62839"
 PIPELINES = ("#9ecbf5", "#f6c58f", "#b5dba0", "#d7bde2")  # in turn
-NARROW = 0.035  # of the width: there is no room for a text in what is narrower
+NARROW = 0.035  # share of the width: a narrower bar has no room for its text
 
 
 def plot_losses(path: Path, *, undisturbed: Story, disturbed: Story, title: str) -> None:
-    """Writes a PNG: one thick light curve, one thin dark curve on it, and a cross for each kill."""
+    """Write a PNG: a thick light curve, a thin dark curve on it, and a cross for each kill."""
     rows = _spells(disturbed)
     heights = [5.5, 0.6 + 0.27 * len(rows)] if rows else [5.5]
     with plt.rc_context({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False}):
@@ -79,7 +79,7 @@ Spell = tuple[int, int, StagePlace]  # the first step, the step after the last, 
 
 
 def _spells(story: Story) -> dict[str, list[Spell]]:
-    """Where each worker was when; nothing if all of them held everything."""
+    """Return the places of each worker with their steps; empty if every worker held the whole model."""
     rows: dict[str, list[Spell]] = {}
     if not any(arrangement.is_cut for arrangement in story.arrangements):
         return rows
@@ -95,7 +95,7 @@ def _spells(story: Story) -> dict[str, list[Spell]]:
 
 
 def _draw_places(axes: Axes, rows: dict[str, list[Spell]], story: Story) -> None:
-    """A row for each worker; the colour tells its pipeline, the text its layers."""
+    """Draw a row for each worker; the colour is its pipeline, the text its layers."""
     for row, spells in enumerate(rows.values()):
         for first, stop, place in spells:
             color = PIPELINES[place.pipeline % len(PIPELINES)]

@@ -1,4 +1,4 @@
-"""What each worker of the demo runs: nothing in here knows that workers get killed."""
+"""Training script of the demo's workers. Nothing in it knows that workers get killed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from holdfast.demo.gpt import GPTConfig, gpt_layers, next_byte_loss
 
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 10
-SHARE = 0.1  # of the steps, after which replicas synchronise
-EVALUATED = 32  # windows of text that training does not see
+SHARE = 0.1  # share of the steps after which replicas synchronise, with --sync
+EVALUATED = 32  # held-out windows to evaluate on: all of them would take longer than the training
 
 
 def main() -> None:

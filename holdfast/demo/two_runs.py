@@ -1,4 +1,4 @@
-"""The demo: train undisturbed, train again among kills, compare."""
+"""The two runs of the demo: train undisturbed, train again while workers are killed, compare the weights."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.words import size_text
 
 SCRIPT = Path(__file__).parent / "train_gpt.py"
-MEMORY = "30MB"  # of a worker in a pipeline: the model, its gradients and a micro-batch under way take more
+MEMORY = "30MB"  # of a worker with --pipeline: too little for the model, its gradients and a micro-batch
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
-PIPELINE = 2  # workers that a pipeline takes at least, with so much memory each
+PIPELINE = 2  # least workers of a pipeline, with that much memory each
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What ``holdfast demo`` was asked for.
+    """The settings of ``holdfast demo``.
 
-    In a ``pipeline`` workers hold some of the layers each. Then the undisturbed run is one worker that holds them all.
-    With ``sync`` replicas of the disturbed run talk only when their updates matter.
+    Args:
+        workers: of each run.
+        steps: of each run.
+        kills: workers to kill in the second run.
+        seed: decides the training, and which worker is killed when.
+        pipeline: each worker of the second run holds some of the layers; the first run is one worker with all layers.
+        sync: replicas of the second run synchronise only when their updates matter (SelSync).
+        out: folder for the picture, logs and events.
+
+    Raises:
+        UsageError: the settings contradict each other, or leave no room for the kills.
 
     >>> DemoSettings(workers=1, kills=0).steps
     80
@@ -53,19 +62,19 @@ class DemoSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRun:
-    """One run: its story, and the hashes of each worker that finished."""
+    """A run that is over: its story, and the results of each worker that finished."""
 
     story: Story
     results: list[dict[str, Any]]
 
     def hash_of(self, what: str) -> str:
-        """The hash all workers agree on; if they do not, there is nothing to compare."""
+        """Return the hash of all workers; several, joined, if they differ."""
         return " and ".join(sorted({result[what] for result in self.results}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoVerdict:
-    """Both runs, and whether they came to the same."""
+    """The comparison of both runs."""
 
     settings: DemoSettings
     undisturbed: DemoRun
@@ -74,27 +83,29 @@ class DemoVerdict:
 
     @property
     def identical(self) -> bool:
-        """Weights, optimizer state and every loss; of every worker, bit for bit."""
+        """Whether weights, optimizer state and losses of all workers are the same in both runs, bit for bit."""
         one, other = self.undisturbed, self.disturbed
         same = all(one.hash_of(what) == other.hash_of(what) for what in ("weights", "state"))
         return same and self.agreed and one.story.losses == other.story.losses
 
     @property
     def agreed(self) -> bool:
-        """Whether the workers of each run have come to the same, bit for bit."""
+        """Whether the workers of each run agree with each other, bit for bit."""
         return all(len({r["state"] for r in outcome.results}) == 1 for outcome in (self.undisturbed, self.disturbed))
 
     @property
     def good(self) -> bool:
-        """Replicas that train apart lose what a killed one had done alone, so they cannot be as undisturbed."""
+        """Whether the demo succeeded. With ``sync`` a killed replica's own steps are lost: agreeing is enough then."""
         return self.agreed if self.settings.sync else self.identical
 
     @property
     def recovery_ms_median(self) -> float | None:
+        """Median milliseconds from a kill to the next committed step; None without kills."""
         recoveries = self.disturbed.story.recoveries_ms
         return statistics.median(recoveries) if recoveries else None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the object that ``holdfast demo --json`` prints."""
         cut = [arrangement.to_json() for arrangement in self.disturbed.story.arrangements]
         return {
             "steps": self.settings.steps,
@@ -110,7 +121,7 @@ class DemoVerdict:
         }
 
     def lines(self) -> Iterator[str]:
-        """The verdict in words."""
+        """Yield the comparison in lines for people."""
         one, other = self.undisturbed, self.disturbed
         for what, name in (("weights", "weights"), ("state", "weights and optimizer state")):
             yield f"sha256 of {name}"
@@ -128,7 +139,7 @@ class DemoVerdict:
         yield f"loss curves{', and who held which layers' if self.settings.pipeline else ''}: {self.picture}"
 
     def _talk(self) -> dict[str, Any]:
-        """What the two runs have sent, and what they have learnt."""
+        """Return the bytes that a worker of each run has sent, and each run's loss."""
         found: dict[str, Any] = {}
         for name, outcome in ((UNDISTURBED, self.undisturbed), (DISTURBED, self.disturbed)):
             sent = [result["sent"] for result in outcome.results]
@@ -143,6 +154,7 @@ class DemoVerdict:
             yield f"{name}: synchronised {way}, a worker sent {sent}; loss on text that it has not seen: {loss:.3f}"
 
     def headline(self) -> str:
+        """Return the verdict in one line."""
         kills = len(self.disturbed.story.deaths)
         happened = f"{kills} {'worker' if kills == 1 else 'workers'} killed"
         if self.settings.sync:
@@ -151,6 +163,16 @@ class DemoVerdict:
 
 
 def run_demo(settings: DemoSettings, show: Show) -> DemoVerdict:
+    """Train twice, draw the loss curves, and return the comparison.
+
+    Args:
+        settings: of the demo.
+        show: is told what happens.
+
+    Raises:
+        UsageError: the folder cannot be written.
+        HoldfastError: a run failed or was stopped.
+    """
     plan = choose_kills(steps=settings.steps, workers=settings.workers, kills=settings.kills, seed=settings.seed)
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -206,7 +228,7 @@ def _failure(name: str, code: int, reason: str, folder: Path) -> HoldfastError:
 async def _perform(
     settings: AgentSettings, zygote: socket.socket, plan: Sequence[Kill], story: Story, show: Show
 ) -> int:
-    """Runs an agent, and beside it the narrator and the killer, in one event loop."""
+    """Run an agent, the narrator and the killer in one event loop; return the agent's exit code."""
     agent = Agent(settings, zygote=zygote, say=show.tell)
     news = Tail(settings.log_dir / "events.jsonl")
 

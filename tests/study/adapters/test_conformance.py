@@ -85,7 +85,6 @@ def test_every_lie_about_saving_is_noticed(start: Start, tmp_path: Path) -> None
     process = start("pytorch")
     conformance.check_made(process)
     for name, (op, change, check) in LIES.items():
-        check(process, tmp_path / f"true {name}")
         with pytest.raises(AssertionError):
             check(Liar(process, op, change), tmp_path / name)
     still: Any = Still(process)
