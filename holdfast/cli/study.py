@@ -66,7 +66,7 @@ def study(
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: on a terminal in one line that changes, else a line each."""
+    """Show progress on stderr: on a terminal one line that changes, else a line for each message."""
     from holdfast.screen import make_console
 
     console, begin = make_console(aside=True), time.monotonic()

@@ -71,7 +71,7 @@ class ChainerTraining(ModelInTraining):
             places[name][...] = array
 
     def serialize(self, serializer: Any) -> None:
-        """Chainer's protocol, for both directions; the same names as in a trainer's snapshot."""
+        """Save or load by Chainer's protocol, with the names of a trainer's snapshot."""
         self._optimizer.serialize(serializer["optimizer:main"])
         self._model.serialize(serializer["model:main"])
 

@@ -45,7 +45,7 @@ class ChainerNet(chainer.Chain):
 
 
 class Average(training.Extension):
-    """Follows the weights slowly."""
+    """Running average of the weights, as an extension of the trainer."""
 
     def __init__(self, model: ChainerNet) -> None:
         self.model = model.copy(mode="copy")
@@ -60,7 +60,7 @@ class Average(training.Extension):
 
 
 def augment(example: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Noise from numpy, and a flip from Python: as in scripts that use both."""
+    """Add noise from numpy's generator, and flip by Python's, as scripts do that use both."""
     row, target = example
     row = row + 0.1 * np.random.standard_normal(row.shape).astype(np.float32)
     return (row[::-1] if random.random() < 0.5 else row), target
@@ -96,7 +96,7 @@ class ChainerLesson(Lesson):
         return self._last
 
     def train(self, steps: int) -> list[str]:
-        """What ``Trainer.run`` does, which cannot be run twice."""
+        """Train as ``Trainer.run`` does, which cannot be called twice."""
         losses = []
         for _ in range(steps):
             self._updater.update()
@@ -124,7 +124,7 @@ class ChainerLesson(Lesson):
             (path / "python rng").write_bytes(pickle.dumps(random.getstate()))
 
     def restore(self, path: Path, parts: frozenset[str]) -> None:
-        """The generators last: what is made or loaded before may draw from them."""
+        """Restore the generators last: to load the other parts may draw from them."""
         for name in parts & self._serialisable.keys():
             # An optimizer has no moments before its first step, and a strict load of one saved then raises KeyError.
             strict = name != "optimizer"

@@ -27,7 +27,7 @@ class HeldTraining(TorchTraining):
         load(path, self._tree())
 
     def save_ranked(self, strategy: str, path: Path, rank: int, ranks: int) -> None:
-        """Every rank calls it; who writes what is holdfast's to say."""
+        """Save on all ranks; holdfast itself shares the writing among them."""
         self.save(self.usual_format.name, path / "state")
 
     def _tree(self) -> dict[str, object]:

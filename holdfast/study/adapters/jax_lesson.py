@@ -42,7 +42,7 @@ class JaxNet(nnx.Module):
 
 @nnx.jit(static_argnums=0)  # type: ignore[untyped-decorator]
 def make(seed: int) -> JaxNet:
-    """Compiled as one, which takes less time than to compile each of its operations."""
+    """Make the net in one compiled function: to compile each of its operations would take longer."""
     return JaxNet(nnx.Rngs(seed))
 
 
@@ -57,7 +57,7 @@ def step(model: JaxNet, optimizer: Any, average: Any, rows: Any, targets: Any) -
 
 
 class Loader:
-    """Shuffles anew in every epoch, and augments with numpy's and Python's generators, as in scripts that use both."""
+    """Loader that shuffles in every epoch and augments with numpy's and Python's generators."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
@@ -108,7 +108,7 @@ class JaxLesson(Lesson):
         }
 
     def _plain(self) -> dict[str, Any]:
-        """As JSON can have it."""
+        """Return loader and generators in values that JSON can hold."""
         numpy_state: Any = np.random.get_state()
         name, keys, *rest = numpy_state
         return {

@@ -63,7 +63,7 @@ class TorchTraining(ModelInTraining):
         return float(loss)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The memory itself, whatever the last load has put there."""
+        """Return all weights and momentum as tensors, which share the model's memory."""
         names = [state + name for name in self._parameters for state in STATES]
         return {name: self._tensor(name) for name in names}
 
@@ -127,14 +127,14 @@ class TorchTraining(ModelInTraining):
 
 
 def _dcp() -> ModuleType:
-    """Imported when it is needed: a lesson never does."""
+    """Import DCP only when it is needed: it takes seconds, and lessons do without."""
     from holdfast.study.adapters import pytorch_dcp
 
     return pytorch_dcp
 
 
 def _module(shapes: Shapes) -> nn.Module:
-    """Modules inside modules, as the dots of the names have it.
+    """Make a module with parameters of these names; dots make modules inside modules.
 
     >>> [name for name, _ in _module([("a.b.weight", (2, 3)), ("a.bias", (2,)), ("c", (1,))]).named_parameters()]
     ['c', 'a.bias', 'a.b.weight']
@@ -152,7 +152,7 @@ def _module(shapes: Shapes) -> nn.Module:
 
 
 def meet(rank: int, ranks: int, address: str) -> None:
-    """A Gloo group with the other ranks, in place of the one before."""
+    """Make a Gloo group with the other ranks, in place of the one before."""
     if dist.is_initialized():
         dist.destroy_process_group()
     host, port = address.rsplit(":", 1)

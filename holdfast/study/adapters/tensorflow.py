@@ -42,7 +42,7 @@ class Weights(keras.Model):
         return {**super().get_config(), "shapes": [[name, list(shape)] for name, shape in self.shapes]}
 
     def call(self, x: Any) -> Any:
-        """The loss of ``base.ModelInTraining``."""
+        """Return the loss that ``base.ModelInTraining`` describes."""
         losses = []
         for tensor in self.tensors:
             if len(tensor.shape) == 1:
@@ -102,8 +102,11 @@ class TensorflowTraining(ModelInTraining):
             self._checkpoint.read(str(path)).assert_consumed()
 
     def _take(self, other: Any) -> None:
-        """A ``.keras`` file gives a model of its own, and its user goes on with that one. Here it hands over its
-        tensors, which copies nothing: a step compiled anew for every load would hold on to the model before it."""
+        """Take over the tensors of the model that a ``.keras`` file gives.
+
+        Users would go on with the new model. Here each load would then compile a step anew, and that step would keep
+        the model before it in memory.
+        """
         for mine, theirs in zip(_state(self._model), _state(other), strict=True):
             mine.assign(theirs)
 

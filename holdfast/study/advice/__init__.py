@@ -1,4 +1,4 @@
-"""All advice, the most important first. Without a row there is no sentence."""
+"""Advice that follows from a study: sentences, each with the rows that it rests on, the most important first."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ THEMES = (
 
 
 def advise(results: Results) -> list[dict[str, Any]]:
-    """What to do, in sentences that name numbers, and the ids of the rows that these come from."""
+    """Return all advice: objects with ``axis``, ``sentence`` and ``rests_on``, the ids of at least one row."""
     return [each.to_json() for theme in THEMES for each in theme(results)]

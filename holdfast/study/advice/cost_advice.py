@@ -1,4 +1,4 @@
-"""Compression, fsync, and saves in the background: what they cost and what they are worth."""
+"""Advice on compression, fsync, and saves in the background."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from holdfast.study.numbers import listed, share_text
 from holdfast.study.rows import Results, Row, main_costs, measured, middle, name_of, overlap, same_format
 from holdfast.words import seconds_text, size_text
 
-RAW = " raw"  # what is added to the name of a format that compresses when it does not
-ASYNC = " async"  # to that of a format in the background
-NAMED = 3  # formats in a list
-NOTICED = 2.0  # times the stall: lost time beyond this is worth a sentence
+RAW = " raw"  # suffix of a compressing format's name when it does not compress
+ASYNC = " async"  # suffix of a format's name when it saves in the background
+NAMED = 3  # most formats in a list
+NOTICED = 2.0  # times the stall; lost time beyond this is worth a sentence
 
 
 def on_compression(results: Results) -> list[Advice]:
-    """From formats with and without it, each for the largest model that has both."""
+    """Return advice on compression, from formats with and without it, of the largest model that has both."""
     pairs: dict[tuple[str, str], tuple[Row, Row]] = {}
     rows = measured(results, "formats")
     for packed in sorted(rows, key=lambda row: float(row["raw_bytes"])):
@@ -30,7 +30,7 @@ def on_compression(results: Results) -> list[Advice]:
 
 
 def _worth(packed: Row, plain: Row) -> str:
-    """What it saves, what it takes, and the speed of a disk or network above which it cannot pay."""
+    """Return what compression saves and costs, and the speed of a disk above which it cannot pay."""
     sizes = [row["bytes"] for row in (packed, plain)]
     by, saved = f"Compression by {name_of(packed)}", sizes[1] - sizes[0]
     if saved <= 0:
@@ -47,7 +47,8 @@ def _worth(packed: Row, plain: Row) -> str:
 
 
 def _times(one: float, other: float) -> str:
-    """
+    """Return how many times as long, in words.
+
     >>> _times(6.0, 0.25), _times(1.0, 0.0)
     ('24 times as long', 'longer')
     """
@@ -55,7 +56,8 @@ def _times(one: float, other: float) -> str:
 
 
 def _speed(nbytes: float, seconds: float) -> str:
-    """
+    """Return bytes per second, as a text.
+
     >>> _speed(15_000_000, 7.5)
     '2 MB/s'
     """
@@ -63,7 +65,7 @@ def _speed(nbytes: float, seconds: float) -> str:
 
 
 def on_durability(results: Results) -> list[Advice]:
-    """Formats whose data is not on the disk when the call returns, without having promised to go on."""
+    """Return advice on formats that return before their data is on the disk, though not in the background."""
     rows = [row for row in main_costs(results) if row["durable_on_return"] is False and not row["background"]]
     if not rows:
         return []
@@ -80,7 +82,7 @@ def on_durability(results: Results) -> list[Advice]:
 
 
 def on_stalls(results: Results) -> list[Advice]:
-    """Saves in the background that return soon and slow training all the same."""
+    """Return advice on saves in the background that return soon, but slow training down."""
     costs = main_costs(results)
     rows = [row for row in costs if row["background"] and middle(row, "lost_s") > NOTICED * middle(row, "stall_s")]
     if not rows:

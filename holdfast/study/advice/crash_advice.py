@@ -1,4 +1,4 @@
-"""What a kill, a flipped bit and a cut file do."""
+"""Advice on crash safety: kills, flipped bits and cut files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from holdfast.study.numbers import listed
 from holdfast.study.rows import Results, Row, bad_of, blows, main_costs, measured, middle, name_of, overlap, same_format
 from holdfast.words import seconds_text
 
-RENAMED = ", renamed"  # what is added to the name of a format that is written beside the old file and renamed
+RENAMED = ", renamed"  # suffix of a format's name if it is written beside the old file and renamed
 
 
 def on_kills(results: Results) -> list[Advice]:
-    """Formats that a kill can cost everything, and what to do about it."""
+    """Return advice on formats of which a kill left nothing whole."""
     unsafe = [row for row in kills(results) if row["verdict"] == "unsafe"]
     if not unsafe:
         return []
@@ -35,7 +35,7 @@ def on_kills(results: Results) -> list[Advice]:
 
 
 def _remedy(results: Results, unsafe: list[Row]) -> tuple[str, list[Row]]:
-    """What renaming was seen to be worth, and the rows that show it."""
+    """Return what renaming was worth here, and the rows that show it."""
     costs = main_costs(results)
     for row in unsafe:
         twin = {**row, "format": f"{row['format']}{RENAMED}"}
@@ -53,7 +53,7 @@ def _remedy(results: Results, unsafe: list[Row]) -> tuple[str, list[Row]]:
 
 
 def on_damage(results: Results) -> list[Advice]:
-    """Damage that nobody notices on loading."""
+    """Return advice on damage that loads without an error."""
     rows = [row for row in measured(results, "crash_safety") if row["what"] != "kill"]
     silent = sorted((row for row in rows if row["silent"]), key=lambda row: -int(row["silent"]))
     if not silent:

@@ -1,4 +1,4 @@
-"""Which format: the one that loses the least training time among those that no kill could harm."""
+"""Advice on the format: the one that loses the least training time among those that no kill harmed."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from holdfast.study.rows import (
 from holdfast.words import count, seconds_text
 
 NEW_NAME = "under a new name, sync, then remove the old one"  # a folder cannot be renamed over another one
-NAMED = 3  # formats in a list that need not be whole
+NAMED = 3  # most formats in a list that need not be complete
 
 Clause = tuple[str, list[Row]]  # a sentence, or nothing, and the rows that it rests on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """``kill``: the row that says that it survived; None if no format was killed, or none survived."""
+    """The chosen format. ``kill``: the row that shows that it survived; None if no format was killed, or none did."""
 
     row: Row
     kill: Row | None
-    others: Sequence[Row]  # that were weighed, the best first
+    others: Sequence[Row]  # the other formats that were weighed, the best first
 
 
 def kills(results: Results) -> list[Row]:
+    """Return the rows about kills."""
     return [row for row in measured(results, "crash_safety") if row["what"] == "kill"]
 
 
 def choose_format(results: Results, framework: str | None = None) -> Choice | None:
-    """The best of a framework's formats, or of all. Where none survived, or nobody tried, the one that loses least."""
+    """Return the best format of a framework, or of all; if no kill was survived, the one that loses least time."""
     costs = [row for row in main_costs(results) if framework in (None, row["framework"])]
     safe = [row for row in kills(results) if row["verdict"] == "safe"]
     survivors = [row for row in costs if same_format(safe, row)]
@@ -54,6 +55,7 @@ def choose_format(results: Results, framework: str | None = None) -> Choice | No
 
 
 def on_format(results: Results) -> list[Advice]:
+    """Return advice on the best format of all."""
     choice = choose_format(results)
     if choice is None:
         return []
@@ -79,7 +81,7 @@ def _best(results: Results, choice: Choice) -> Clause:
 
 
 def _elsewhere(results: Results, kill: Row) -> str:
-    """What a kill is, and which model it was if not this one. Only the study's own are killed: their size is known."""
+    """Return in words what was killed: the model is named if it is not the one that the advice is for."""
     model, other = main_model(results), kill.get("model")
     if other is None or other == model:
         return "SIGKILL while saving"
@@ -89,7 +91,7 @@ def _elsewhere(results: Results, kill: Row) -> str:
 
 
 def _rivals(results: Results, choice: Choice) -> Clause:
-    """Which formats cost as much, as far as anybody can tell; or which is the next."""
+    """Return which formats cannot be told from the best by their cost; if none, which is the next."""
     if not choice.others:
         alone = choice.kill is not None and len(kills(results)) > 1
         return ("No other format that was killed survived all kills." if alone else ""), []
@@ -107,7 +109,7 @@ def _rivals(results: Results, choice: Choice) -> Clause:
 
 
 def flips(results: Results, rows: Sequence[Row]) -> Clause:
-    """Which of these formats load flipped bits."""
+    """Return which of these formats load flipped bits."""
     found = [same_format(measured(results, "crash_safety"), row, what="bit flip") for row in rows]
     silent = [row for row in found if row is not None and row["silent"]]
     if not silent:
@@ -118,7 +120,7 @@ def flips(results: Results, rows: Sequence[Row]) -> Clause:
 
 
 def _untested(results: Results, rows: Sequence[Row]) -> Clause:
-    """Which of these formats nobody has killed, so that nobody knows."""
+    """Return which of these formats were not tested for kills."""
     untested = [row for row in rows if not same_format(kills(results), row)]
     if not untested or not kills(results):
         return "", []
@@ -128,7 +130,7 @@ def _untested(results: Results, rows: Sequence[Row]) -> Clause:
 
 
 def on_frameworks(results: Results) -> list[Advice]:
-    """For those who cannot change their framework, without the framework of the best format."""
+    """Return advice on the best format of every other framework, for users who cannot change theirs."""
     best = choose_format(results)
     frameworks = dict.fromkeys(row["framework"] for row in main_costs(results))
     choices = [choose_format(results, name) for name in frameworks if best and name != best.row["framework"]]
@@ -145,7 +147,7 @@ def on_frameworks(results: Results) -> list[Advice]:
 
 
 def _harmed(results: Results, rows: Sequence[Row]) -> Clause:
-    """How to save those that a kill has harmed: they are only named where their framework has none that survived."""
+    """Return how to save formats that a kill harmed, for frameworks without a format that survived."""
     unsafe = [row for row in kills(results) if row["verdict"] == "unsafe"]
     harmed = [row for row in rows if same_format(unsafe, row)]
     if not harmed:

@@ -1,4 +1,4 @@
-"""How often to save, for the time between failures that the user gave."""
+"""Advice on the interval between saves, for the time between failures that the user gave."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from holdfast.study.numbers import duration_text, share_text
 from holdfast.study.rows import Results, Row, middle, name_of
 from holdfast.words import count
 
-USUAL = (10.0, 600.0, 3600.0)  # seconds between saves, as people set them
+USUAL = (10.0, 600.0, 3600.0)  # seconds between saves that people often set, to compare with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
-    """Saves at an interval, against failures: seconds, all of them."""
+    """The costs of saves and failures, all in seconds."""
 
     lost: float  # per save
     reload: float  # per failure
@@ -24,10 +24,11 @@ class Rhythm:
 
     @property
     def best(self) -> float:
+        """The best interval by Young and Daly, in seconds."""
         return young_daly(self.lost, self.between)
 
     def shares(self, interval: float) -> tuple[float, float, float]:
-        """Of all time: what goes into saving, into steps done again, into loading.
+        """Return the shares of all time that go into saving, into steps done again, and into loading.
 
         >>> Rhythm(lost=2.0, reload=9.0, between=3600.0).shares(100.0)
         (0.02, 0.013888888888888888, 0.0025)
@@ -35,11 +36,11 @@ class Rhythm:
         return self.lost / interval, interval / 2 / self.between, self.reload / self.between
 
     def goodput(self, interval: float) -> float:
-        """The share of the time that trains; nothing, if failures come faster than that."""
+        """Return the share of the time that trains; 0 if failures come faster than saves."""
         return max(0.0, 1 - sum(self.shares(interval)))
 
     def holds(self, interval: float) -> bool:
-        """Whether these shares mean anything: not where failures leave no time to reach a save, or to train.
+        """Return whether these shares mean anything: not if failures leave no time to save or to train.
 
         >>> [Rhythm(lost=0.1, reload=0.1, between=seconds).holds(10.0) for seconds in (2.0, 60.0)]
         [False, True]
@@ -48,11 +49,12 @@ class Rhythm:
 
 
 def rhythm_of(row: Row, between: float) -> Rhythm:
-    """With what a format costs here."""
+    """Return the costs of a format here, with a failure every ``between`` seconds."""
     return Rhythm(lost=middle(row, "lost_s"), reload=middle(row, "load_cold_s"), between=between)
 
 
 def on_interval(results: Results) -> list[Advice]:
+    """Return advice on the interval for the best format."""
     between, choice = results.get("settings", {}).get("mtbf_s"), choose_format(results)
     if not between or choice is None:
         return []
@@ -77,7 +79,7 @@ def _said(row: Row, between: float) -> str:
 
 
 def _reason(rhythm: Rhythm, interval: float, step: float) -> str:
-    """Of a step that took no measurable time nobody can say how many there are.
+    """Return the interval in steps, if a step took measurable time, and the formula that it comes from.
 
     >>> _reason(Rhythm(lost=2.0, reload=9.0, between=3600.0), 120.0, 0.5)
     "240 steps; by Young and Daly's formula, for 2 s of training lost a save"
@@ -89,7 +91,7 @@ def _reason(rhythm: Rhythm, interval: float, step: float) -> str:
 
 
 def _others(rhythm: Rhythm, interval: float, step: float) -> str:
-    """What the intervals that people set would give."""
+    """Return the share of the time that trains with the intervals that people often set."""
     usual = [each for each in USUAL if each >= step and not 0.8 < each / interval < 1.25 and rhythm.holds(each)]
     said = [f"every {duration_text(each)}, {share_text(rhythm.goodput(each))}" for each in usual]
     return f" Of other intervals: {'; '.join(said)}." if said else ""

@@ -1,4 +1,4 @@
-"""What to save so that a restarted run is the one that would have been."""
+"""Advice on the parts to save for a restart that is identical to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from holdfast.study.restart_verdict import (
 )
 from holdfast.study.rows import Results, Row, error_text, rows_of
 
-HELD = "holdfast"
-LONGEST = 150  # letters of an error
+HELD = "holdfast"  # whose Run saves everything by itself
+LONGEST = 150  # most letters of an error in a sentence
 
 
 def on_restart(results: Results) -> list[Advice]:
-    """A sentence or two for each framework. What is not testable is said to be so, and nothing else."""
+    """Return a sentence or two for each framework; if it is not testable, only that is said."""
     rows = rows_of(results, "determinism")
     found = []
     for framework in dict.fromkeys(row["framework"] for row in rows):
@@ -49,7 +49,7 @@ def _plain(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
 
 
 def _whole(rows: Sequence[Row], variant: str) -> tuple[list[str], list[Row]]:
-    """Whether a restart can be identical at all."""
+    """Return whether a restart with everything is identical, by save point."""
     control = [row for row in rows if row["case"] == CONTROL]
     whole = [row for row in rows if row["case"] == EVERYTHING]
     untestable = [row for row in [*control, *whole] if row["verdict"] == NOT_TESTABLE]
@@ -72,7 +72,7 @@ def _whole(rows: Sequence[Row], variant: str) -> tuple[list[str], list[Row]]:
 
 
 def _parts(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
-    """The parts whose absence was noticed, and those that nobody missed."""
+    """Return the parts whose absence was noticed, and those that were not missed."""
     names = needed([dict(row) for row in rows], framework)
     left = [row for row in rows if row["left_out"]]
     noticed = [row for row in left if row["left_out"] in names and row["verdict"] == DIFFERS]
@@ -93,7 +93,7 @@ def _parts(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
 
 
 def _missed(rows: Sequence[Row]) -> str:
-    """When the absence of a part showed first.
+    """Return when the absence of a part showed first.
 
     >>> _missed([{"first_step": 2}, {"first_step": 0}]), _missed([{"first_step": 3}])
     ('from the first step after the restart', 'from the 4th step after the restart')
@@ -107,7 +107,7 @@ def _missed(rows: Sequence[Row]) -> str:
 
 
 def _usual(framework: str, rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
-    """Whether the usual way is enough. Where there are no parts, nobody has shown that fewer would do."""
+    """Return whether the usual way is enough. A framework without parts shows nothing about parts."""
     usual = [row for row in rows if row["case"] == USUAL]
     other = [row for row in usual if row["verdict"] == DIFFERS]
     same = [row for row in usual if row["verdict"] == IDENTICAL]
@@ -129,7 +129,8 @@ def _begun(clause: str) -> str:
 
 
 def _places(rows: Sequence[Row]) -> str:
-    """
+    """Return the save points of rows, as a text.
+
     >>> _places([{"save_at": "step 0"}, {"save_at": "mid-epoch"}])
     'step 0 and mid-epoch'
     """

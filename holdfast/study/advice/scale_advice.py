@@ -1,4 +1,4 @@
-"""Who writes when all ranks hold the same."""
+"""Advice on which ranks write when all of them hold the same state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holdfast.study.rows import Results, Row, measured, middle, overlap
 from holdfast.words import seconds_text, size_text
 
 WAYS = {"rank 0 only": "let rank 0 alone write", "every rank its own file": "let every rank write its own file"}
-ALONE = ("tensorflow", "jax", "chainer")  # their ranks do not know of each other here
+ALONE = ("tensorflow", "jax", "chainer")  # frameworks whose ranks are independent processes here
 
 
 def on_scale(results: Results) -> list[Advice]:
-    """At the most ranks, framework by framework: which strategy, and what bytes cost that are written twice."""
+    """Return the best strategy of each framework with the most ranks, and the cost of bytes written twice."""
     rows = measured(results, "scale")
     most = max((row["ranks"] for row in rows), default=1)
     last = sorted((row for row in rows if row["ranks"] == most), key=lambda row: middle(row, "slowest_s"))
@@ -33,7 +33,7 @@ def on_scale(results: Results) -> list[Advice]:
 
 
 def _best(groups: Sequence[Sequence[Row]]) -> str:
-    """What to do, with whom. ``groups``: of each framework its strategies, the fastest first."""
+    """Return the best strategy of each framework. ``groups``: a framework's strategies, the fastest first."""
     ways: dict[str, list[str]] = {}
     for best, *others in groups:
         way = WAYS.get(best["strategy"], f"use “{best['strategy']}”") if others else "only one way was measured"
@@ -42,7 +42,8 @@ def _best(groups: Sequence[Sequence[Row]]) -> str:
 
 
 def _seconds(best: Row, others: Sequence[Row]) -> str:
-    """
+    """Return a strategy's seconds, and the strategies that it cannot be told from.
+
     >>> quick, slow = ({"strategy": name, "slowest_s": {"median": 0.5, "low": 0.4, "high": 0.6}} for name in "ab")
     >>> _seconds(quick, [slow])
     '0.5 s, not to be told from “b”'
@@ -52,7 +53,7 @@ def _seconds(best: Row, others: Sequence[Row]) -> str:
 
 
 def _twice(groups: Sequence[Sequence[Row]]) -> str:
-    """What it costs to write bytes twice: against the framework's fastest strategy that does not.
+    """Return the cost of bytes written twice, against the framework's fastest strategy without them.
 
     >>> once, twice = ({"duplicated": n, "slowest_s": {"median": 1.0 + n}, "strategy": "all"} for n in (0, 3))
     >>> _twice([[once, twice]])
@@ -73,6 +74,6 @@ def _twice(groups: Sequence[Sequence[Row]]) -> str:
 
 
 def _times(row: Row, other: Row) -> float:
-    """How many times as long; what took no measurable time counts as the shortest that does."""
+    """Return how many times as long; a time too short to be measured counts as 0.1 ms."""
     took, others = (max(middle(each, "slowest_s"), 1e-4) for each in (row, other))
     return took / others

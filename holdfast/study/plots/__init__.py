@@ -1,4 +1,4 @@
-"""All pictures of a study. What has no rows has no picture."""
+"""The study's pictures: narrow enough for a phone, and readable without colours. An axis without rows has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.study.plots.scale_plot import draw_scale
 from holdfast.study.plots.verdicts_plot import draw_crashes, draw_determinism
 from holdfast.study.rows import Results
 
-Pictures = dict[str, tuple[Path, str]]  # by the key of the table that it belongs to; with what it shows, in words
+Pictures = dict[str, tuple[Path, str]]  # by the key of its table: the file, and a description
 DRAWN = {
     "interval": ("interval.png", draw_interval, "Share of time that trains against the interval between saves"),
     "cost": ("cost.png", draw_cost, "Time of a save by format, in its parts, and lost training, against the raw disk"),
@@ -23,7 +23,7 @@ DRAWN = {
 
 
 def draw(results: Results, folder: Path) -> Pictures:
-    """Writes the pictures; those of an earlier study that this one has no rows for are removed."""
+    """Draw all pictures into a folder, and return them; pictures of an earlier study are removed."""
     made: Pictures = {}
     for key, (name, picture, shows) in DRAWN.items():
         (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Where the time of a save goes, against the limit that the disk sets."""
+"""Picture of a save's cost by format, against the limit of the disk."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from holdfast.words import seconds_text
 PARTS = {"serialise": (DARK, ""), "write": (BLUE, "////"), "fsync": (SAND, "...."), "not split": (GREY, "xx")}
 LOST: Any = {"linewidth": 1.5, "marker": "D", "color": RED, "markeredgecolor": "white", "markersize": 6.5}
 BOX: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line of the raw disk would cross texts
-OUTLIER = 5.0  # times the median: such bars are cut, and say how long they are
-SLACK = 0.02  # of the whole: less is no part of its own
+OUTLIER = 5.0  # times the median; longer bars are cut, and say how long they are
+SLACK = 0.02  # share of the whole; a smaller rest is no part of its own
 LINE = 0.33  # inches of a format: a bar, and below it what is lost
 BAR, BELOW = -0.13, 0.3  # lines below a format's place: the middle of its bar, and that of its lost time
 ROOM = 1.36  # times the longest bar: its number stands behind it
 
 
 def draw_cost(path: Path, results: Results) -> bool:
-    """Whether there was anything to draw."""
+    """Draw the picture; return whether there was anything to draw."""
     model = main_model(results)
     if model is None:
         return False
@@ -49,7 +49,7 @@ def draw_cost(path: Path, results: Results) -> bool:
 
 
 def _draw_keys(axes: Axes, shown: Sequence[Row], limit: float, lines: list[Line2D]) -> None:
-    """What the marks are. Bars and diamonds mean different seconds, so both say which."""
+    """Draw the legend. Bars and diamonds are different seconds, so both are explained."""
     used = {name for row in shown for name, _ in pieces(row)}
     handles: list[Patch | Line2D] = [
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=name)
@@ -65,7 +65,7 @@ def _draw_keys(axes: Axes, shown: Sequence[Row], limit: float, lines: list[Line2
 
 
 def end_of_axis(rows: Sequence[Row]) -> float:
-    """The longest time that is drawn whole: one that takes many times as long would leave no room for the others.
+    """Return the longest time that is drawn whole: outliers would leave no room for the others.
 
     >>> end_of_axis([{key: {"median": n} for key in ("durable_s", "lost_s")} for n in (1, 2, 3, 90)])
     3.0
@@ -76,7 +76,7 @@ def end_of_axis(rows: Sequence[Row]) -> float:
 
 
 def _draw_row(axes: Axes, place: int, row: Row, limit: float) -> None:
-    """A bar with its number at its own end; below it the lost time, whose number has a column of its own."""
+    """Draw a format: a bar with its number at its end, and below it the lost time, with a column of numbers."""
     if failure(row):
         axes.text(0.02 * limit, place, "✗ failed", va="center", color=RED, zorder=6, bbox=BOX)
         return
@@ -95,8 +95,9 @@ def _draw_row(axes: Axes, place: int, row: Row, limit: float) -> None:
 
 
 def pieces(row: Row) -> list[tuple[str, float]]:
-    """The parts of a save, as far as they are known, and what remains. Medians need not add up: what they miss the
-    whole by is spread over them, so that the bar ends where its number says.
+    """Return the known parts of a save, and the rest.
+
+    Medians need not add up: their error is spread over the parts, so that the bar ends where its number says.
 
     >>> pieces({"durable_s": {"median": 2.0}, "parts": {"serialise": None, "write": 1.0, "fsync": 0.5}})
     [('write', 1.0), ('fsync', 0.5), ('not split', 0.5)]

@@ -1,4 +1,4 @@
-"""How large each format is, and how long it takes."""
+"""Picture of the size and the time to save of each format, by model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINE, MORE = 0.26, 0.035  # inches of a line, and for each model: their marks li
 
 
 def draw_formats(path: Path, results: Results) -> bool:
-    """Two panels with the same lines, sizes and times. Whether there was anything to draw."""
+    """Draw two panels with the same lines, sizes and times; return whether there was anything to draw."""
     rows = rows_of(results, "formats")
     good = [row for row in rows if not failure(row)]
     if not good:
@@ -64,7 +64,7 @@ def draw_formats(path: Path, results: Results) -> bool:
 
 
 def _draw_bands(axes: Axes, lines: int) -> None:
-    """Every other line is shaded: with several marks in a line, it must be seen where it ends."""
+    """Shade every other line, so that the marks of a line are seen as one."""
     axes.grid(axis="x", which="both", alpha=0.3)
     for place in range(0, lines, 2):
         axes.axhspan(place - 0.5, place + 0.5, color=GREY, alpha=0.3, linewidth=0, zorder=0)
@@ -79,7 +79,7 @@ def _seconds(row: Row) -> float:
 
 
 def _set_sizes(axes: Axes, percents: Sequence[float]) -> None:
-    """Never so near that a thousandth looks large."""
+    """Set the axis of sizes, never so narrow that a thousandth looks large."""
     axes.axvline(100, color="black", linestyle="--", linewidth=1, zorder=1)
     axes.set_xlim(min(98.0, min(percents) - 1), min(max(102.0, max(percents)), LARGE) + 1)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=STEPS))
@@ -109,13 +109,13 @@ def _draw_key(axes: Axes, is_failed: bool) -> None:
 
 
 def place_of(entries: Sequence[Entry], row: Row) -> int:
-    """The line of a format."""
+    """Return the line of a format."""
     wanted = row["framework"], row["format"]
     return next(n for n, (_, each) in enumerate(entries) if each and (each["framework"], each["format"]) == wanted)
 
 
 def _larger(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, str]:
-    """What lies beyond the edge, by line; in the order of the models."""
+    """Return the sizes that lie beyond the edge, by line, in the order of the models."""
     found: dict[int, list[str]] = {}
     for row in rows:
         if _percent(row) > LARGE:
@@ -124,7 +124,7 @@ def _larger(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, str]:
 
 
 def _failed(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, str]:
-    """The models that a format failed with, by line."""
+    """Return the models that a format failed with, by line."""
     found: dict[int, list[str]] = {}
     for row in rows:
         if failure(row):
@@ -133,7 +133,7 @@ def _failed(entries: Sequence[Entry], rows: Sequence[Row]) -> dict[int, str]:
 
 
 def _draw_notes(axes: Axes, notes: dict[int, str]) -> None:
-    """Words behind the right end of a line, where no mark is."""
+    """Write notes behind the right end of lines, where no mark is."""
     for place, text in notes.items():
         axes.text(
             1.02, place, shortened(text, 16), transform=axes.get_yaxis_transform(), ha="left", va="center", fontsize=9.5

@@ -1,4 +1,4 @@
-"""What part of the time trains, by the interval between saves."""
+"""Picture of the share of time that trains, by the interval between saves."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OTHERS = (600.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0)  # seconds between fa
 LOOKS = ((BLUE, "--"), (DARK, "-."), ("#2a9d8f", ":"), ("#6a4c93", (0, (6, 2, 1, 2, 1, 2))))
 TICKS = (1.0, 10.0, 60.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0)
 MORE_TICKS = (1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, *TICKS[5:])
-FEW = 3  # beside the given one
+FEW = 3  # other times between failures beside the given one: more curves cannot be told apart
 
 
 def draw_interval(path: Path, results: Results) -> bool:
-    """Whether there was anything to draw: not where the advice says that no interval follows, or that none helps."""
+    """Draw the picture; return whether there was anything to draw: not if the advice names no interval."""
     given, choice = results.get("settings", {}).get("mtbf_s"), choose_format(results)
     if not given or choice is None or middle(choice.row, "lost_s") <= 0:
         return False
@@ -75,7 +75,7 @@ def _set_axes(axes: Axes, best: dict[Rhythm, float]) -> None:
 
 
 def time_ticks(low: float, high: float) -> list[float]:
-    """Times that people know, more of them where the axis is short.
+    """Return round times for the ticks, more of them if the axis is short.
 
     >>> time_ticks(2.0, 2000.0), time_ticks(2.0, 90.0)
     ([10.0, 60.0, 600.0], [2.0, 5.0, 10.0, 20.0, 60.0])
@@ -85,7 +85,7 @@ def time_ticks(low: float, high: float) -> list[float]:
 
 
 def chosen(given: float) -> list[float]:
-    """The given time between failures and some others around it.
+    """Return the given time between failures and some others around it.
 
     >>> chosen(7200.0)
     [600.0, 3600.0, 7200.0, 21600.0]

@@ -1,4 +1,4 @@
-"""What more ranks make of a save."""
+"""Picture of the slowest rank's seconds by the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LOOKS: Any = (  # of strategies, in turn
     {"color": "#2a9d8f", "marker": "D", "linestyle": ":"},
 )
 LOOK: Any = {"linewidth": 2, "markersize": 7, "markeredgecolor": "white"}
-APART = 0.2  # of a panel's height: the least between two texts
-DODGE = 0.025  # of the axis: strategies stand beside each other, for equal times would hide each other
+APART = 0.2  # share of a panel's height: the least between two texts
+DODGE = 0.025  # share of the axis between strategies: equal times would hide each other
 
 
 def draw_scale(path: Path, results: Results) -> bool:
-    """A panel for each framework. Whether there was anything to draw."""
+    """Draw a panel for each framework; return whether there was anything to draw."""
     rows = rows_of(results, "scale")
     if not any(not failure(row) for row in rows):
         return False
@@ -64,7 +64,7 @@ def _draw_panel(axes: Axes, rows: Sequence[Row], ranks: Sequence[int], looks: di
 
 
 def failed_words(rows: Sequence[Row]) -> list[str]:
-    """Which strategies failed, and on how many ranks: a line for each.
+    """Return a line for each strategy that failed, with its numbers of ranks.
 
     >>> failed_words([{"strategy": "DCP", "ranks": ranks, "error": "gone"} for ranks in (2, 4)])
     ['✗ DCP: failed with 2, 4 ranks']
@@ -90,7 +90,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], looks: dict[str, Any], dodge: f
 
 
 def _draw_twice(axes: Axes, rows: Sequence[Row], looks: dict[str, Any]) -> None:
-    """Beside the last point of each strategy: its mark again, and bytes beyond one copy."""
+    """Draw, beside the last point of each strategy, its mark again and the bytes beyond one copy."""
     top = axes.get_ylim()[1]
     rows = sorted(rows, key=lambda row: middle(row, "slowest_s"))
     heights = apart([middle(row, "slowest_s") / top for row in rows], APART)
@@ -102,7 +102,7 @@ def _draw_twice(axes: Axes, rows: Sequence[Row], looks: dict[str, Any]) -> None:
 
 
 def apart(heights: Sequence[float], least: float, top: float = 1.0) -> list[float]:
-    """Moves what is too close upwards, from the lowest on, and back below the top, from the highest on.
+    """Return heights that are ``least`` apart: moved upwards from the lowest, then back below the top.
 
     >>> apart([0.25, 0.3, 1.0], 0.25), apart([0.9, 0.95], 0.25)
     ([0.25, 0.5, 1.0], [0.75, 1.0])

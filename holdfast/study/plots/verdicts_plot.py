@@ -1,4 +1,4 @@
-"""Verdicts side by side: what a restart needs, and what a crash leaves."""
+"""Pictures of verdicts in boxes: restarts by case and framework, crashes by format and damage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from holdfast.study.restart_verdict import CONTROL, DIFFERS, IDENTICAL, NOT_TEST
 from holdfast.study.rows import Results, Row, crash_text, failure, rows_of, runs_of
 
 GOOD, BAD = "#deecfa", "#f2a55e"  # far enough from each other in print without colours
-CELL = 0.3  # inches, its height
-BESIDE = 5  # frameworks beside each other: more go below
-VARIANTS = 3  # the same of variants, which have longer names
+CELL = 0.3  # inches: the height of a box
+BESIDE = 5  # most frameworks beside each other; more go below
+VARIANTS = 3  # most variants beside each other: their names are longer
 KEY = (
     "=  identical      n  the nth step is the first that differs\n"
     "w  same losses, other weights or state\n"
@@ -29,7 +29,7 @@ CRASH_KEY = (
 
 
 def draw_determinism(path: Path, results: Results) -> bool:
-    """Cases down, frameworks across, a box for each save point. Whether there was anything to draw."""
+    """Draw cases down, frameworks across, a box for each save point; return whether there was anything to draw."""
     rows = rows_of(results, "determinism")
     if not rows:
         return False
@@ -47,7 +47,7 @@ def draw_determinism(path: Path, results: Results) -> bool:
 
 
 def _places_text(places: Sequence[str]) -> str:
-    """What the boxes beside each other are.
+    """Return the save points of the boxes beside each other, in words.
 
     >>> _places_text(["step 0", "mid-epoch"])
     '\\nBoxes from the left: saved at step 0, mid-epoch'
@@ -63,7 +63,7 @@ def _blocks(rows: Sequence[Row], most: int) -> Iterator[list[str]]:
 
 
 def _cases(rows: Sequence[Row]) -> list[str]:
-    """The control first, then the restarts, then what saving itself does."""
+    """Return the cases in order: the control, the saving itself, then the restarts."""
     names = list(dict.fromkeys(str(row["case"]) for row in rows))
     first = [name for name in (CONTROL, SAVING) if name in names]
     return first + [name for name in names if name not in first]
@@ -91,7 +91,7 @@ def _draw_block(axes: Axes, runs: Sequence[str], cases: Sequence[str], rows: Seq
 
 
 def mark_of(row: Row) -> tuple[str, str]:
-    """A sign and a colour for a verdict. What was not tested never looks like what was.
+    """Return a sign and a colour for a verdict, other ones for each, so that untested never looks tested.
 
     >>> mark_of({"verdict": "differs", "first_step": 2})[0], mark_of({"verdict": "not testable"})[0]
     ('3', '?')
@@ -108,7 +108,7 @@ def _draw_box(axes: Axes, left: float, top: float, width: float, text: str, colo
 
 
 def draw_crashes(path: Path, results: Results) -> bool:
-    """Formats down, damages across. Whether there was anything to draw."""
+    """Draw formats down, kinds of damage across; return whether there was anything to draw."""
     rows = rows_of(results, "crash_safety")
     if not rows:
         return False
@@ -129,7 +129,7 @@ def draw_crashes(path: Path, results: Results) -> bool:
 
 
 def _outcome(row: Row) -> tuple[str, str]:
-    """A text and a colour."""
+    """Return a text and a colour for a row about a crash."""
     if failure(row):
         return "failed", "white"
     return crash_text(row), GOOD if row["verdict"] == "safe" else BAD

@@ -15,7 +15,7 @@ from holdfast.study.rows import Results
 
 
 def write(results: Results, folder: Path) -> None:
-    """Writes ``report.json``, ``report.md``, ``report.html`` and the pictures."""
+    """Write ``report.json``, ``report.md``, ``report.html`` and the pictures; raises ``HoldfastError`` if it cannot."""
     found = tables(results)
     numbers = numbered(found)
     try:
@@ -29,5 +29,5 @@ def write(results: Results, folder: Path) -> None:
 
 
 def summary(results: Results, *, as_json: bool = False) -> None:
-    """On the terminal; on stderr where stdout is for JSON."""
+    """Print a summary to the terminal; to stderr if stdout is for JSON."""
     show(Screen(aside=as_json, everything=True), results)

@@ -1,4 +1,4 @@
-"""How to read the tables: the words above each."""
+"""Captions of the tables: how to read each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS = (
 )
 FRAMEWORKS = "Each framework runs in an environment of its own; one that could not be installed says why."
 MACHINE = "The numbers are of this machine and of no other."
-VERDICTS = {  # of kills and of damage, in place of "safe", which would be a promise
+VERDICTS = {  # by whether it is a kill; "safe" would be a promise, so other words are shown
     True: {"safe": "no kill harmed it", "unsafe": "harmed"},
     False: {"safe": "none loaded silently", "unsafe": "loaded silently"},
 }
@@ -40,7 +40,7 @@ SETTINGS = {"mtbf_s": "time between failures", "models": "models with costs", "m
 
 
 def killed(models: list[str]) -> str:
-    """Which model was killed, for the end of the words.
+    """Return a sentence with the models that were killed, for the end of a caption.
 
     >>> killed(["small-gpt"]), killed([])
     (' Killed while saved: small-gpt.', '')

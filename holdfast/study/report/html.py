@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.study.report.report_tables import ReportCell, ReportTable
 from holdfast.study.rows import Results
 
-WIDE = 10  # columns: a page in print is turned for more
+WIDE = 10  # most columns of a table on an upright page in print
 STYLE = """
 :root { color-scheme: light dark; --ink: #16222e; --paper: #fff; --soft: #5b6875; --line: #d5dce3; --band: #f3f6f9;
   --mark: #fff3c4; --link: #1d5fa5; }
@@ -48,7 +48,14 @@ figure { margin: 1rem 0; } img { max-width: 100%; width: 34rem; height: auto; ba
 def page(
     results: Results, found: Sequence[ReportTable], numbers: Mapping[str, int], pictures: Mapping[str, tuple[Path, str]]
 ) -> str:
-    """``pictures``: by the key of the table that they belong to, with what they show."""
+    """Return the page.
+
+    Args:
+        results: of the study.
+        found: its tables.
+        numbers: of rows, by their id.
+        pictures: files and descriptions, by the key of their table.
+    """
     title = "Checkpoint-restart on this machine"
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',

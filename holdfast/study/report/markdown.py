@@ -15,7 +15,7 @@ from holdfast.words import ranges_text
 def document(
     results: Results, found: Sequence[ReportTable], numbers: Mapping[str, int], pictures: Mapping[str, tuple[Path, str]]
 ) -> str:
-    """``pictures``: by the key of the table that they belong to, with what they show."""
+    """Return the document; the arguments are those of ``html.page``."""
     lines = [
         "# Checkpoint-restart on this machine",
         "",
@@ -55,7 +55,7 @@ def _cell(cell: ReportCell, numbers: Mapping[str, int]) -> str:
 
 
 def plain(text: str) -> str:
-    """A text that Markdown leaves as it is, in one line.
+    """Return a text in one line, escaped so that Markdown shows it as it is.
 
     >>> print(plain("a|b *c* <d>"))
     a\\|b \\*c\\* &lt;d&gt;

@@ -1,4 +1,4 @@
-"""The study's results as tables, for every way to show them."""
+"""Tables of the study's results, for HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from holdfast.study.rows import Results, Row, error_text, failure, rows_of, runs
 from holdfast.words import seconds_text, size_text
 
 YES_NO = {True: "yes", False: "no", None: "?"}
-Column = tuple[str, Callable[[Row], str]]  # its heading, ``>`` before it for numbers, and what it shows of a row
+Column = tuple[str, Callable[[Row], str]]  # a heading, with ``>`` before it for numbers, and the text for a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCell:
-    """``row``: the id of the row of the results that it shows; advice points there."""
+    """A cell. ``row``: the id of the row of the results that it shows, to which advice points."""
 
     text: str
     row: str = ""
@@ -25,7 +25,7 @@ class ReportCell:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportTable:
-    """A line with fewer cells than columns: its last cell has the room of the others."""
+    """A table. In a line with fewer cells than columns, the last cell spans the rest."""
 
     key: str
     title: str
@@ -35,13 +35,13 @@ class ReportTable:
 
 
 def tables(results: Results) -> list[ReportTable]:
-    """All that have lines, in the order in which people ask."""
+    """Return all tables that have lines, in the order in which people ask."""
     made = (_frameworks, _cost, _formats, _scale, _determinism, _states, _crash_safety, _limits, _machine)
     return [table for make in made if (table := make(results)).lines]
 
 
 def numbered(found: Sequence[ReportTable]) -> dict[str, int]:
-    """A number for each row of the results, by its id: short enough to stand behind a sentence, also on paper.
+    """Return a number for each row of the results, by its id; numbers can stand behind a sentence, on paper too.
 
     >>> line = [ReportCell(text="a", row="cost/a"), ReportCell(text="b", row="cost/b")]
     >>> numbered([ReportTable(key="cost", title="", says="", columns=["", ""], lines=[line])])
@@ -54,7 +54,7 @@ def numbered(found: Sequence[ReportTable]) -> dict[str, int]:
 def _listed(
     key: str, title: str, says: str, head: Sequence[Column], rest: Sequence[Column], rows: list[Row]
 ) -> ReportTable:
-    """A line for each row, the row's number first; of one that failed its names and its words."""
+    """Return a table with a line for each row, its number first; a failed row shows its names and its error."""
 
     def line(row: Row) -> Iterator[ReportCell]:
         yield ReportCell(text="", row=row["id"])
@@ -119,7 +119,8 @@ def _cost(results: Results) -> ReportTable:
 
 
 def _parts(row: Row) -> str:
-    """
+    """Return the seconds of a save's parts.
+
     >>> _parts({"parts": {"serialise": 0.2, "write": 0.01, "fsync": None}})
     '0.2 s + 10 ms + ?'
     """
@@ -164,7 +165,7 @@ def _scale(results: Results) -> ReportTable:
 
 
 def _determinism(results: Results) -> ReportTable:
-    """A line for each case, with the save points side by side."""
+    """Return a line for each case, with the save points side by side."""
     rows = rows_of(results, "determinism")
     places = list(dict.fromkeys(row["save_at"] for row in rows if row["save_at"]))
     cases: dict[tuple[str, str], dict[str | None, Row]] = {}
@@ -187,7 +188,7 @@ def _determinism(results: Results) -> ReportTable:
 
 
 def _states(results: Results) -> ReportTable:
-    """What the names of the cases stand for, as calls that a script makes."""
+    """Return the parts of each framework, as the calls that a script makes for them."""
     lines = []
     for row in rows_of(results, "frameworks"):
         for part in row.get("parts", ()):
@@ -230,7 +231,7 @@ def _crash_safety(results: Results) -> ReportTable:
 
 
 def outcome_text(row: Row) -> str:
-    """What came of the tries, as far as it ever did.
+    """Return the counts of the outcomes that occurred.
 
     >>> outcome_text({"old": 9, "new": 5, "mixed": 0, "nothing": 6})
     'old 9, new 5, nothing 6'
@@ -289,7 +290,8 @@ def _machine(results: Results) -> ReportTable:
 
 
 def _fact(name: str, value: Any) -> str:
-    """
+    """Return a fact about the machine, or a setting, as a text.
+
     >>> _fact("models", ["gpt", "lenet"]), _fact("quick", True), _fact("cores", 2), _fact("mtbf_s", 21600.0)
     ('gpt, lenet', 'yes', '2', '6 h')
     """

@@ -25,6 +25,7 @@ FAILED = "failed"
 
 
 def show(screen: Screen, results: Results) -> None:
+    """Print advice and short tables to a screen."""
     for row in rows_of(results, "frameworks"):
         if not row["ok"]:
             screen.say(f"{row['framework']} was left out: {row['why']}")
@@ -98,7 +99,7 @@ def _determinism(screen: Screen, results: Results) -> None:
 
 
 def _verdicts(rows: Sequence[Row], case: str) -> str:
-    """What came of a case at all save points: one word if they agree."""
+    """Return the verdicts on a case at all save points; one word if they agree."""
     found = {str(row["save_at"]): str(row["verdict"]) for row in rows if row["case"] == case}
     if len(set(found.values())) <= 1:
         return next(iter(found.values()), "")
