@@ -16,7 +16,7 @@ from holdfast.screen import Screen
 from holdfast.study.advice import advise
 from holdfast.study.report import html, summary, write
 from holdfast.study.report.report_tables import ReportCell, ReportTable, numbered, tables
-from holdfast.study.report.terminal import show
+from holdfast.study.report.terminal_summary import show
 from holdfast.study.rows import AXES
 from tests.study.example import WHY_MISSING, example
 

@@ -39,14 +39,13 @@ class SaveFormat:
     suffix: str = ""  # of the file; a folder has none
     compressed: bool = False
     background: bool = False  # the call returns before everything is written
-    renamed: bool = False  # written beside the old file, then renamed over it; here to show its worth in a crash
 
 
 class ModelInTraining(ABC):
     """A model of given shapes with its optimizer (SGD with momentum 0.9), float32, in training.
 
     Every weight ``w`` with two or more dimensions is used as a matrix of ``w.shape[0]`` rows: the loss is the sum of
-    ``mean((x @ w.T) ** 2)``, with ``x`` of ``BATCH`` rows, and of ``mean(b ** 2)`` for each weight ``b`` of one dimension. So
+    ``mean((x @ w.T) ** 2)``, with ``x`` of ``BATCH`` rows, and of ``mean(b ** 2)`` for each ``b`` of one dimension. So
     one step reads and changes everything, as real training does, whatever the shapes are.
     """
 

@@ -166,7 +166,7 @@ class PyTorch(Adapter):
     name = "pytorch"
     formats = (
         TorchTraining.usual_format,
-        SaveFormat(name="torch.save, renamed", suffix=".pt", renamed=True),
+        SaveFormat(name="torch.save, renamed", suffix=".pt"),
         SaveFormat(name="safetensors", suffix=".safetensors"),
         SaveFormat(name=DCP),
         SaveFormat(name="DCP async", background=True),

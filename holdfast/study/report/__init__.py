@@ -10,7 +10,7 @@ from holdfast.screen import Screen
 from holdfast.study.plots import draw
 from holdfast.study.report import html, markdown
 from holdfast.study.report.report_tables import numbered, tables
-from holdfast.study.report.terminal import show
+from holdfast.study.report.terminal_summary import show
 from holdfast.study.rows import Results
 
 
