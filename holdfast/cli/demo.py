@@ -37,8 +37,8 @@ def demo(
     # Imported here, so that the other commands do not wait for rich and asyncio.
     from rich.console import Console
 
-    from holdfast.demo.demo import DemoSettings, run_demo
-    from holdfast.demo.show import LiveShow, PlainShow, Show
+    from holdfast.demo.display import LiveShow, PlainShow, Show
+    from holdfast.demo.two_runs import DemoSettings, run_demo
 
     number = workers or (5 if pipeline else 4)
     settings = DemoSettings(workers=number, steps=steps, kills=kills, seed=seed, pipeline=pipeline, sync=sync, out=out)

@@ -38,13 +38,13 @@ def study(
     scale, determinism and crash safety; report.html, report.md, report.json and pictures are written to --out.
     """
     # Imported here, so that the other commands do not wait for numpy and matplotlib.
-    from holdfast.study import study as tool
+    from holdfast.study import run_study as tool
     from holdfast.study.process import end_all
     from holdfast.study.report import summary, write
     from holdfast.words import parse_duration
 
     names = tuple(dict.fromkeys(name.strip() for name in frameworks.split(",") if name.strip()))
-    settings = tool.Settings(
+    settings = tool.StudySettings(
         frameworks=names, quick=quick, model=model, mtbf=parse_duration(mtbf, "--mtbf"), seed=seed, out=out
     )
 
@@ -66,7 +66,7 @@ def study(
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: on a terminal in one line that changes, else a line each."""
+    """Show progress on stderr: on a terminal one line that changes, else a line for each message."""
     from holdfast.screen import make_console
 
     console, begin = make_console(aside=True), time.monotonic()

@@ -1,1 +1,1 @@
-"""The show: a byte-level GPT on Python's own source, with workers killed at random."""
+"""The demo: a byte-level GPT on Python's own source, with workers killed at random."""

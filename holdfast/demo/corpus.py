@@ -1,4 +1,4 @@
-"""The source of Python's own standard library, in windows of bytes: text that is already on the machine."""
+"""A data set without a download: the source of Python's own standard library, in windows of bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-CORPUS_BYTES = 1_500_000
+CORPUS_BYTES = 1_500_000  # enough that no demo sees a window twice, and read in no time
 
 
 def read_standard_library(limit: int = CORPUS_BYTES) -> bytes:
-    """The first ``limit`` bytes of the standard library's modules, in alphabetical order.
+    """Return the first ``limit`` bytes of the standard library's modules, in alphabetical order.
 
     >>> len(read_standard_library(limit=1000))
     1000
@@ -23,7 +23,7 @@ def read_standard_library(limit: int = CORPUS_BYTES) -> bytes:
 
 
 def join_until(limit: int, texts: Iterable[bytes]) -> bytes:
-    """Texts one after the other, cut at ``limit`` bytes; those after the cut are not even read.
+    """Return the first ``limit`` bytes of joined texts; texts after the cut are not even read.
 
     >>> join_until(5, [b"abc", b"defg", b"h"])
     b'abcde'
@@ -37,7 +37,7 @@ def join_until(limit: int, texts: Iterable[bytes]) -> bytes:
 
 
 class Windows:
-    """A map-style data set: item i is the i-th window of the text, and the bytes that come next in it.
+    """A map-style data set. Item i is the i-th window of the text, and the same window one byte later.
 
     >>> data = Windows(b"abcdefg", window=3)
     >>> len(data), [bytes(t.tolist()) for t in data[1]]
@@ -58,7 +58,10 @@ class Windows:
 
 
 def standard_library(*, window: int, held_out: float = 0.05) -> tuple[Windows, Windows]:
-    """Windows to train on, and those of the last part of the text, held out for evaluation."""
+    """Return windows to train on, and windows of the last part of the text for evaluation.
+
+    ``window`` is in bytes; ``held_out`` is the share of the text that is held out.
+    """
     text = read_standard_library()
     cut = int(len(text) * (1 - held_out))
     return Windows(text[:cut], window=window), Windows(text[cut:], window=window)

@@ -26,8 +26,8 @@ class GPTConfig:
     dropout: float = 0.1
 
 
-class Embedding(nn.Module):
-    """What a byte is, and where it stands."""
+class GPTEmbedding(nn.Module):
+    """Embedding of a byte and of its position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class Embedding(nn.Module):
         return self.dropout(self.byte(text) + self.position(places))
 
 
-class Block(nn.Module):
-    """Causal attention, then two linear layers, each added to what came in."""
+class GPTBlock(nn.Module):
+    """Causal attention, then two linear layers; each is added to its input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
         return seen.transpose(1, 2).reshape(batch, time, width)
 
 
-class Head(nn.Module):
+class GPTHead(nn.Module):
     """A score for each byte that may come next."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -81,20 +81,20 @@ class Head(nn.Module):
 
 
 def gpt_layers(config: GPTConfig) -> list[nn.Module]:
-    """The model, layer by layer: what ``holdfast.Run(layers=...)`` takes.
+    """Return the model as a list of layers, for ``holdfast.Run(layers=...)``.
 
     >>> text = torch.zeros(2, 16, dtype=torch.long)
     >>> nn.Sequential(*gpt_layers(GPTConfig()))(text).shape
     torch.Size([2, 16, 256])
     """
-    layers = [Embedding(config), *(Block(config) for _ in range(config.depth)), Head(config)]
+    layers = [GPTEmbedding(config), *(GPTBlock(config) for _ in range(config.depth)), GPTHead(config)]
     for layer in layers:
         layer.apply(_initialise)
     return layers
 
 
 def _initialise(module: nn.Module) -> None:
-    """GPT-2's: torch's own unit-variance embeddings would drown what the blocks add at first."""
+    """Initialise as GPT-2 does: torch's own embeddings, of variance 1, would drown what the blocks add at first."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
@@ -102,7 +102,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def next_byte_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """The mean cross-entropy per byte, in nats.
+    """Return the mean cross-entropy per byte, in nats.
 
     >>> clueless = next_byte_loss(torch.zeros(1, 4, BYTES), torch.zeros(1, 4, dtype=torch.long))
     >>> round(clueless.item(), 3)  # log(256)

@@ -1,4 +1,4 @@
-"""Kills workers: when and whom is a pure function of the seed, the killing is at the edge."""
+"""Kills of workers: their choice, a pure function of the seed, and their execution."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from holdfast.cluster.agent import Agent
 from holdfast.demo.story import Story
 from holdfast.errors import UsageError
 
-CALM_STEPS = 2  # at either end: nobody dies before there is a curve, nor when no step is left to recover in
-STEPS_PER_KILL = 4  # so that a recovery, and usually the replacement's arrival, shows before the next kill
-POLL_SECONDS = 0.005
+CALM_STEPS = 2  # steps without kills at either end: the curve has to begin, and the last recovery needs steps
+STEPS_PER_KILL = 4  # least steps between kills: the recovery, and mostly the replacement's arrival, show in them
+POLL_SECONDS = 0.005  # between two looks at the events: much less than a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Whom to kill when: a member's rank, ``moment`` of the way through a step."""
+    """A planned kill: of the member with this rank, at ``moment`` (0 to 1) of the way through a step."""
 
     step: int
     rank: int
@@ -29,7 +29,7 @@ class Kill:
 
 
 def choose_kills(*, steps: int, workers: int, kills: int, seed: int) -> list[Kill]:
-    """Random kills, one in each of as many equal stretches of the run, never close to the next one.
+    """Return random kills, one in each of as many equal stretches of the run; raises ``UsageError``.
 
     >>> [(kill.step, kill.rank) for kill in choose_kills(steps=80, workers=4, kills=3, seed=0)]
     [(20, 3), (48, 3), (70, 2)]
@@ -47,7 +47,7 @@ def choose_kills(*, steps: int, workers: int, kills: int, seed: int) -> list[Kil
 
 
 def check_kills(*, steps: int, workers: int, kills: int, minimum: int = 1) -> None:
-    """Refuses what cannot be shown. ``minimum``: the fewest workers that hold the model between them."""
+    """Raise ``UsageError`` if the kills cannot be shown. ``minimum``: the fewest workers that hold the model."""
     if workers < minimum:
         raise UsageError(f"the model takes the memory of {minimum} workers", hint=f"--workers {2 * minimum} or more")
     if kills and workers < 2 * minimum:
@@ -65,7 +65,7 @@ def check_kills(*, steps: int, workers: int, kills: int, minimum: int = 1) -> No
 
 
 async def kill_workers(plan: Sequence[Kill], agent: Agent, story: Story, tell: Callable[[str], None]) -> None:
-    """Carries the plan out on an agent's workers; the rest of it is dropped when the run is nearly over."""
+    """Carry the plan out on an agent's workers; drop the rest of it when the run is nearly over."""
     for kill in plan:
         await _until(lambda kill=kill: story.step >= kill.step and may_kill(story))  # type: ignore[misc]
         await asyncio.sleep(kill.moment * story.step_seconds)
@@ -82,7 +82,7 @@ async def kill_workers(plan: Sequence[Kill], agent: Agent, story: Story, tell: C
 
 
 def may_kill(story: Story) -> bool:
-    """Not while a kill is being recovered from, and never one that holds the last copy of a layer.
+    """Return whether a worker may be killed now: not during a recovery, and not the last holder of a layer.
 
     >>> may_kill(Story(steps=9, members=["0.0", "0.1"])), may_kill(Story(steps=9, members=["0.0"]))
     (True, False)

@@ -1,4 +1,4 @@
-"""Who holds which layers, as the workers of a generation have said it."""
+"""The layers of each worker, put together from the events of a generation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from holdfast.words import count, size_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A worker's stage in its pipeline."""
+class StagePlace:
+    """A worker's place: its pipeline, its stage there, and the stage's layers."""
 
     worker: str
     pipeline: int
@@ -20,9 +20,9 @@ class Place:
 
     @property
     def layers_text(self) -> str:
-        """The layers; the last one is included.
+        """The first and the last layer, as a text.
 
-        >>> Place(worker="0.0", pipeline=0, stage=0, layers=range(0, 3)).layers_text
+        >>> StagePlace(worker="0.0", pipeline=0, stage=0, layers=range(0, 3)).layers_text
         '0-2'
         """
         first, last = self.layers[0], self.layers[-1]
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(kw_only=True)
 class Arrangement:
-    """The places of one generation, complete when every worker has said that it is in.
+    """The places of one generation; complete when every worker has entered it.
 
     >>> two = Arrangement(workers=["0.0", "0.1"], generation=1, step=0)
     >>> for stage, worker in enumerate(two.workers):
@@ -44,11 +44,12 @@ class Arrangement:
 
     workers: Sequence[str]
     generation: int
-    step: int  # that was under way
+    step: int  # the step that was under way
     received: dict[str, int] = field(default_factory=dict)  # bytes, by the worker that they were sent to
-    _places: dict[str, Place | None] = field(default_factory=dict)
+    _places: dict[str, StagePlace | None] = field(default_factory=dict)
 
     def hear(self, event: Mapping[str, Any]) -> None:
+        """Take in a ``layout`` or ``entered`` event; those of other generations do not count."""
         if event["generation"] != self.generation:
             return
         worker = event["worker"]
@@ -57,7 +58,7 @@ class Arrangement:
         elif "pipeline" not in event:
             self._places[worker] = None
         else:
-            self._places[worker] = Place(
+            self._places[worker] = StagePlace(
                 worker=worker,
                 pipeline=event["pipeline"],
                 stage=event["stage"],
@@ -69,19 +70,19 @@ class Arrangement:
         return all(worker in self._places and worker in self.received for worker in self.workers)
 
     @property
-    def pipelines(self) -> list[list[Place]]:
+    def pipelines(self) -> list[list[StagePlace]]:
         """The places of each pipeline, in the order of its stages."""
         places = sorted(self.places, key=lambda place: (place.pipeline, place.stage))
         numbers = sorted({place.pipeline for place in places})
         return [[place for place in places if place.pipeline == number] for number in numbers]
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[StagePlace]:
         return [place for place in self._places.values() if place is not None]
 
     @property
     def waiting(self) -> list[str]:
-        """Workers without a place: they hold nothing, and are there if they are needed."""
+        """Workers without a place, in reserve."""
         return [worker for worker, place in self._places.items() if place is None]
 
     @property
@@ -95,12 +96,12 @@ class Arrangement:
 
     @property
     def survives_a_loss(self) -> bool:
-        """Pipelines share no worker, so of two one is whole whoever is lost."""
+        """Whether any one worker may be lost: with two pipelines, which share no worker, one stays whole."""
         return self.is_complete and len(self.pipelines) > 1
 
     @property
     def text(self) -> str:
-        """In one line: the stages of each pipeline, and what was sent for it."""
+        """The stages of each pipeline, and the bytes that were sent, in one line."""
         chains = [" → ".join(f"{place.worker} [{place.layers_text}]" for place in one) for one in self.pipelines]
         waits = f"; {', '.join(self.waiting)} left over" if self.waiting else ""
         sent = sum(self.received.values())

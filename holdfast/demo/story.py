@@ -1,4 +1,4 @@
-"""What is known of a run so far: its events, and the demo's own kills, put together."""
+"""The story of a run: its events and the demo's own kills, put together and told in sentences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Death:
-    """A worker that the demo has killed, and what came of it."""
+    """A worker that the demo has killed, and the recovery from it."""
 
     worker: str
     step: int  # the step that was under way
@@ -30,11 +30,11 @@ class Death:
 
 @dataclass(kw_only=True)
 class Syncs:
-    """The synchronisations of replicas that train apart, as far as they are known."""
+    """The synchronisations so far of replicas that train apart."""
 
     number: int = 0
     sent: dict[str, int] = field(default_factory=dict)  # bytes, of each worker
-    distance: float = 0.0  # between replicas, at the last one
+    distance: float = 0.0  # between replicas, before the last synchronisation
     lssr: float = 0.0  # the share of steps without an exchange
 
     def hear(self, event: Event) -> None:
@@ -44,7 +44,8 @@ class Syncs:
         self.lssr = event["lssr"]
 
     def text(self, step: int) -> str:
-        """
+        """Return the synchronisations in words.
+
         >>> Syncs(number=2, sent={"0.0": 3_000_000}, distance=0.25, lssr=0.9).text(20)
         'synchronised 2 times in 20 steps (LSSR 0.90), 3 MB sent, replicas 0.25 apart'
         """
@@ -54,7 +55,7 @@ class Syncs:
 
 @dataclass(kw_only=True)
 class Story:
-    """Hears the events of one run in order; what is worth telling comes back as a sentence.
+    """The state of one run, from its events in order. ``hear`` returns a sentence if an event is worth telling.
 
     >>> story = Story(steps=2)
     >>> story.hear({"event": "generation", "t": 1.0, "number": 1, "workers": ["0.0", "0.1"]})
@@ -98,12 +99,13 @@ class Story:
 
     @property
     def survives_a_loss(self) -> bool:
-        """Whether anybody may be lost now, as far as is known."""
+        """Whether any worker may be lost now, as far as is known."""
         if self.coming is not None:
             return False
         return not self.arrangements or self.arrangements[-1].survives_a_loss
 
     def hear(self, event: Event) -> str | None:
+        """Take in an event; return a sentence about it, or None."""
         hearers: dict[str, Callable[[Event], str | None]] = {
             "generation": self._generation,
             "failure": self._failure,
@@ -117,6 +119,7 @@ class Story:
         return None if hearer is None else hearer(event)
 
     def killed(self, worker: str, at: float) -> str:
+        """Note a kill at the time ``at``, and return a sentence about it."""
         self.deaths.append(Death(worker=worker, step=self.step, at=at))
         return f"kill -9: worker {worker} dies in step {self.step}"
 
@@ -136,7 +139,7 @@ class Story:
         return f"worker {', '.join(joined)} joins: {len(self.members)} workers from step {self.step} on"
 
     def _place(self, event: Event) -> str | None:
-        """Who holds what is told when all have it, and where it is not simply everything."""
+        """Note a place; once all are known, return them in a sentence if the model is cut."""
         coming = self.coming
         if coming is None:
             return None
@@ -177,7 +180,7 @@ class Story:
 
 
 def median_gap(times: Sequence[float]) -> float:
-    """The median time between one moment and the next.
+    """Return the median seconds between one moment and the next.
 
     >>> median_gap([1.0, 2.0, 3.0, 7.0])
     1.0
@@ -187,7 +190,7 @@ def median_gap(times: Sequence[float]) -> float:
 
 
 class Tail:
-    """Reads what has been appended to a file of JSON lines since the last time."""
+    """Reader of the lines that were appended to a file of JSON lines since the last ``read``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

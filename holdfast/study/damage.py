@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged after a good save, by one bit or by their end: is it noticed when they are loaded?"""
+"""Damage after a good save, a flipped bit or a cut file: does the load notice it?"""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.inside import disk
+from holdfast.study.models import gpt
 from holdfast.study.process import Failed
-from holdfast.study.shapes import gpt
 from holdfast.study.witness import Looked, Witness, a_few
 
 Row = dict[str, Any]
 BIT_FLIP, TRUNCATION = "bit flip", "truncation"
 SMALL = list(gpt(layers=2, width=128, vocabulary=2048, context=128))  # 5 MB: what is noticed does not depend on size
-FLIPS, CUTS = 8, 4  # tries
+FLIPS, CUTS = 8, 4  # tries of each format: few, because every try loads the whole checkpoint
 
 
 def judge(saved: dict[str, str], looked: Looked) -> str:
-    """What became of the damage.
+    """Return the effect of damage: ``noticed`` by an error, ``silent`` (other numbers), or ``harmless``.
 
     >>> judge({"a": "1"}, {"error": "CRC", "digests": None})
     'noticed'
@@ -33,7 +33,7 @@ def judge(saved: dict[str, str], looked: Looked) -> str:
 
 
 def verdict(what: str, counts: dict[str, int]) -> tuple[str, str]:
-    """Safe or not, and a sentence.
+    """Return ``safe`` or ``unsafe``, and a sentence.
 
     >>> verdict("bit flip", {"noticed": 5, "silent": 0, "harmless": 1})
     ('safe', '5 of 6 bit flips were noticed, 1 changed nothing')
@@ -48,7 +48,7 @@ def verdict(what: str, counts: dict[str, int]) -> tuple[str, str]:
 
 
 def spots(tries: int, whole: float, source: random.Random) -> list[float]:
-    """Random ones, spread over the whole: one in each of so many equal parts.
+    """Return random points between 0 and ``whole``, one in each of ``tries`` equal parts.
 
     >>> [int(spot) for spot in spots(4, 100, random.Random(0))]
     [21, 43, 60, 81]
@@ -58,7 +58,7 @@ def spots(tries: int, whole: float, source: random.Random) -> list[float]:
 
 @contextmanager
 def flipped(file: Path, offset: int, bit: int) -> Iterator[None]:
-    """One bit is another one, for now."""
+    """Flip one bit of a file; it is flipped back at the end."""
     _flip(file, offset, bit)
     try:
         yield
@@ -76,7 +76,7 @@ def _flip(file: Path, offset: int, bit: int) -> None:
 
 @contextmanager
 def cut(file: Path, length: int) -> Iterator[None]:
-    """Its end is missing, for now."""
+    """Cut a file to ``length`` bytes; its end is appended again at the end."""
     with file.open("r+b") as opened:
         opened.seek(length)
         end = opened.read()
@@ -89,12 +89,12 @@ def cut(file: Path, length: int) -> Iterator[None]:
 
 
 def row_about(framework: str, form: str, what: str) -> Row:
-    """What a row of this axis begins with."""
+    """Return the fields that every row of this axis begins with."""
     return {"id": f"crash/{framework}/{form}/{what}", "framework": framework, "format": form, "what": what}
 
 
 def damage_rows(witness: Witness, form: str, folder: Path, *, seed: int) -> list[Row]:
-    """A row for bits, one for ends. Only the largest file is damaged: nearly all bytes are there."""
+    """Return a row for flipped bits and one for cuts, of the largest file only: it has nearly all bytes."""
     source = random.Random(f"{seed}/{witness.framework}/{form}")
     rows = []
     for what in (BIT_FLIP, TRUNCATION):

@@ -1,4 +1,4 @@
-"""Each framework's own venv, made from pins under ``.study/`` and used again next time."""
+"""A venv for each framework, made from pins under ``.study/`` and used again by later studies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STUDY = Path(".study")
-# What pip installs, call after call. Chainer's setup needs numpy and an old setuptools before itself.
+# The arguments of pip, call after call. Chainer's setup needs numpy and an old setuptools before itself.
 PINS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pytorch": (("torch==2.13.0", "numpy==2.4.6", "safetensors==0.8.0", "torchdata==0.11.0"),),
     "tensorflow": (("tensorflow-cpu==2.21.0", "keras==3.15.1", "h5py==3.14.0"),),
@@ -21,7 +21,7 @@ PINS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("setuptools==65.5.0", "wheel==0.48.0", "numpy==1.23.5"),
         ("--no-build-isolation", "chainer==7.8.1", "h5py==3.11.0", "numpy==1.23.5"),
     ),
-    "holdfast": (),  # is where this runs
+    "holdfast": (),  # installed where this runs
 }
 Say = Callable[[str], None]
 
@@ -37,7 +37,10 @@ class Installed:
 
 
 def ensure(framework: str, say: Say, *, root: Path = STUDY) -> Installed:
-    """The interpreter of a framework; made on first use, and anew if the pins have changed."""
+    """Return the interpreter of a framework; its venv is made on first use, and anew if the pins have changed.
+
+    ``say`` is called with what pip does, ``root`` is the folder of the venvs. A failure is told in ``Installed.why``.
+    """
     calls = PINS[framework]
     if not calls:
         return Installed(framework=framework, python=Path(sys.executable), why="where holdfast is installed")
@@ -56,7 +59,7 @@ def ensure(framework: str, say: Say, *, root: Path = STUDY) -> Installed:
 
 
 def _make(venv: Path, calls: Sequence[Sequence[str]], say: Say, log: Path) -> str:
-    """Why it cannot be made, or nothing."""
+    """Make a venv; return why it cannot be made, or an empty text."""
     say(f"installing {' '.join(part for call in calls for part in call if '==' in part)}")
     try:
         venv.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,7 @@ def _make(venv: Path, calls: Sequence[Sequence[str]], say: Say, log: Path) -> st
 
 
 def _run(command: Sequence[str], say: Say, log: Path) -> list[str] | None:
-    """What it printed if it failed; what pip is doing is said on the way."""
+    """Run a command; return its output if it failed, else None. Progress of pip is told to ``say``."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     lines = []
     with (
@@ -99,7 +102,7 @@ def _run(command: Sequence[str], say: Say, log: Path) -> list[str] | None:
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """The sentence of pip's that tells most: the last that it calls an error.
+    """Return the most telling line of pip's output: the last that it calls an error.
 
     >>> _reason(["Collecting x", "ERROR: No matching distribution found for x==9", "[notice] a new pip"])
     'No matching distribution found for x==9'

@@ -1,4 +1,4 @@
-"""The disk and the memory themselves, with nothing made of what they hold; measured beside everything else."""
+"""The limits of the machine: raw writes, reads and copies, measured in the same rounds as the formats."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from holdfast.checkpoint.disk import BLOCK, BUFFERS, blocks_of, in_parallel, ope
 from holdfast.measuring import warm_buffer, write_direct
 from holdfast.study.inside import disk
 
-LARGE = 256 << 20  # more than any cache
+LARGE = 256 << 20  # bytes that are copied at once: more than any cache
 
 
 def write_buffered(folder: Path, nbytes: int) -> None:
-    """Through the page cache, as the formats do."""
+    """Write ``nbytes`` through the page cache and sync, as the formats do."""
     buffer = warm_buffer()
     with (folder / "raw").open("wb", buffering=0) as file:
         for start in range(0, nbytes, len(buffer)):
@@ -26,7 +26,7 @@ def write_buffered(folder: Path, nbytes: int) -> None:
 
 
 def read(folder: Path) -> None:
-    """As fast as this disk reads: past the page cache, several blocks under way."""
+    """Read the file past the page cache, several blocks at once: as fast as this disk reads."""
     fd = open_direct(folder / "raw", os.O_RDONLY)
 
     def one(start: int) -> None:
@@ -40,7 +40,7 @@ def read(folder: Path) -> None:
 
 
 class Copy:
-    """Copies so many bytes from memory to memory, both touched before."""
+    """A copy of ``nbytes`` from memory to memory, both touched before."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -53,7 +53,7 @@ class Copy:
 
 
 def measure(folder: Path, nbytes: int, copy: Copy) -> dict[str, float]:
-    """One turn of each limit, in seconds."""
+    """Measure each limit once; return seconds by name."""
     found: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[], None]) -> None:

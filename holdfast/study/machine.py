@@ -1,4 +1,4 @@
-"""What the numbers are of: this machine, this disk."""
+"""Facts about this machine and the disk that checkpoints are written to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.words import size_text
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """The machine, and the file system that checkpoints are written to."""
+    """Return cores, memory, versions and the file system of ``folder``."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cores": os.cpu_count(),
@@ -25,7 +25,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def filesystem(folder: Path) -> str:
-    """The kind of file system that a folder is on, as the kernel names it."""
+    """Return the kind of file system that a folder is on, as the kernel names it."""
     place = folder.absolute()
     best, kind = "", "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
@@ -36,7 +36,7 @@ def filesystem(folder: Path) -> str:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Before hours are spent: is there room for what will lie there at once?"""
+    """Raise ``UsageError`` if the disk has less than ``nbytes`` left: better now than after an hour."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise UsageError(

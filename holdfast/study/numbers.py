@@ -1,4 +1,4 @@
-"""Numbers of the study, as people read them."""
+"""Texts for the numbers of the study."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import pairwise
 
 from holdfast.words import seconds_text
 
-SHORT = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def duration_text(seconds: float) -> str:
-    """A time of any length, in its two largest units.
+    """Return a time of any length in its two largest units.
 
     >>> [duration_text(each) for each in (0.0123, 12.5, 60, 754, 21600, 100_000)]
     ['12.3 ms', '12.5 s', '1 min', '12 min 34 s', '6 h', '1 d 4 h']
     """
     if seconds < 59.5:
         return seconds_text(seconds)
-    for (unit, size), (finer, part) in pairwise(SHORT):
+    for (unit, size), (finer, part) in pairwise(UNITS):
         count, rest = divmod(round(seconds / part), size // part)
         if count:
             return f"{count} {unit}" + (f" {rest} {finer}" if rest else "")
@@ -26,7 +26,7 @@ def duration_text(seconds: float) -> str:
 
 
 def spread_text(spread: Mapping[str, float] | None) -> str:
-    """Seconds: the median, and in brackets the range, in the same unit.
+    """Return a spread of seconds: the median, and the range in brackets, in the same unit.
 
     >>> spread_text({"median": 0.012, "low": 0.01, "high": 0.2}), spread_text({"median": 7.5, "low": 7.5, "high": 7.5})
     ('12 ms (10 to 200)', '7.5 s')
@@ -38,7 +38,7 @@ def spread_text(spread: Mapping[str, float] | None) -> str:
 
 
 def ratio_text(spread: Mapping[str, float] | None) -> str:
-    """How many times as much.
+    """Return a spread of ratios.
 
     >>> ratio_text({"median": 2.5, "low": 2.25, "high": 2.9})
     '2.5x (2.25 to 2.9)'
@@ -47,7 +47,7 @@ def ratio_text(spread: Mapping[str, float] | None) -> str:
 
 
 def plain_text(spread: Mapping[str, float] | None) -> str:
-    """A number whose unit stands elsewhere."""
+    """Return a spread without a unit, which stands elsewhere."""
     return "" if spread is None else _ranged(spread, 1.0, "")
 
 
@@ -57,7 +57,7 @@ def _ranged(spread: Mapping[str, float], size: float, unit: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Three figures, and never as a power.
+    """Return a number with three figures, never as a power.
 
     >>> _number(1234.5), _number(0.00123), _number(7.0)
     ('1,234', '0.00123', '7')
@@ -66,7 +66,7 @@ def _number(value: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """A share in per cent, with as many figures as tell it from all and from nothing.
+    """Return a share in per cent, with enough figures to tell it from all and from nothing.
 
     >>> share_text(0.99713), share_text(0.00042), share_text(0.081), share_text(2.2e-7)
     ('99.71%', '0.042%', '8.1%', 'less than 0.001%')
@@ -77,7 +77,7 @@ def share_text(share: float) -> str:
 
 
 def listed(words: Sequence[str], most: int | None = None) -> str:
-    """Words in a row.
+    """Return words in a list; beyond ``most`` only their number.
 
     >>> listed(["a"]), listed(["a", "b", "c"]), listed(["a", "b", "c", "d"], most=2)
     ('a', 'a, b and c', 'a, b and 2 more')

@@ -1,4 +1,4 @@
-"""A framework's process, as the study talks to it."""
+"""A framework's process: requests to it, its answers, and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(
 
 
 class Failed(HoldfastError):
-    """What a framework said when it could not do what was asked: a row of the study, not its end."""
+    """A framework could not do what it was asked. The study goes on: the message becomes a row."""
 
 
 _living: set[Process] = set()
@@ -32,16 +32,20 @@ _ended = threading.Event()
 
 
 def end_all() -> None:
-    """The study was interrupted: what runs is ended, and nothing begins any more."""
+    """End all processes, and let no other begin: the study was interrupted."""
     _ended.set()
     for process in [*_living]:
         process._end()
 
 
 class Process:
-    """A framework in its own interpreter. Requests are answered one after the other.
+    """A framework in its own interpreter. It answers one request after the other.
 
-    ``threads``: for its kernels; None leaves the framework's default.
+    Args:
+        framework: name of the adapter.
+        python: the interpreter that has the framework.
+        log: file for everything that it prints.
+        threads: of its kernels; None leaves the framework's default.
     """
 
     def __init__(self, framework: str, python: Path, log: Path, *, threads: int | None = None) -> None:
@@ -73,18 +77,23 @@ class Process:
 
     @property
     def alive(self) -> bool:
+        """Whether it still runs."""
         return self._code(wait=False) is None
 
     def _code(self, *, wait: bool) -> int | None:
-        """How it ended, as subprocess tells it; None if it has not, and nobody wants to wait for that."""
+        """Return the exit code as subprocess has it; None if it still runs and ``wait`` is false."""
         return self._process.wait() if wait else self._process.poll()
 
     def ask(self, op: str, *, within: float | None = None, **given: Any) -> dict[str, Any]:
-        """Sends a request and waits for its answer; one that takes longer than ``within`` seconds is ended."""
+        """Send a request and return its answer.
+
+        Raises ``Failed`` on an error, at the end of the process, or after ``within`` seconds; it is ended then.
+        """
         self.send(op, **given)
         return self.answer(within=within)
 
     def send(self, op: str, **given: Any) -> None:
+        """Send a request without waiting for its answer."""
         try:
             self._requests.write(json.dumps({"op": op, **given}) + "\n")
             self._requests.flush()
@@ -92,6 +101,7 @@ class Process:
             pass  # it has ended: its answer will say so
 
     def answer(self, *, within: float | None = None) -> dict[str, Any]:
+        """Wait for the next answer; see ``ask``."""
         if not select.select([self._answers], [], [], within)[0]:
             self._end()
             raise Failed(f"{self.framework} did not answer within {within:.0f} s")
@@ -109,7 +119,7 @@ class Process:
         return found["ok"]
 
     def _end(self) -> None:
-        """At once, with all that it has started."""
+        """Kill it and all processes that it has started."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -117,7 +127,7 @@ class Process:
         self._code(wait=True)
 
     def kill(self) -> None:
-        """It is needed no more, nor what it has left in memory."""
+        """End it, and remove the files that it has left in memory."""
         self._end()
         shutil.rmtree(memory_of(self.pid), ignore_errors=True)
         _living.discard(self)

@@ -1,4 +1,4 @@
-"""The results of a study, as advice, tables and pictures read them."""
+"""Access to the rows of a study's results, for advice, tables and pictures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ AXES = ("cost", "formats", "scale", "determinism", "crash_safety", "limits")
 
 
 def rows_of(results: Results, axis: str) -> list[Row]:
-    """Those that have numbers and those that say why not. An axis that was not measured has none."""
+    """Return all rows of an axis, failed ones too; an axis that was not measured has none."""
     return list(results.get(axis) or ())
 
 
 def failure(row: Row) -> str:
-    """Why a row has no numbers; nothing if it has.
+    """Return why a row has no numbers; an empty text if it has.
 
     >>> failure({"error": "gone"}), failure({"verdict": "failed", "says": "over"}), failure({"verdict": "safe"})
     ('gone', 'over', '')
@@ -28,7 +28,7 @@ def failure(row: Row) -> str:
 
 
 def error_text(words: str, most: int | None = None) -> str:
-    """An error without TensorFlow's internals; one with more than ``most`` letters ends after a whole word.
+    """Return an error without TensorFlow's internals, cut after a word at ``most`` letters.
 
     >>> error_text("DataLossError: {{function_node x_device_/job:0}} Bad CRC in shard 0", 24)
     'DataLossError: Bad CRC …'
@@ -38,7 +38,7 @@ def error_text(words: str, most: int | None = None) -> str:
 
 
 def measured(results: Results, axis: str) -> list[Row]:
-    """Rows that have numbers.
+    """Return the rows of an axis that have numbers.
 
     >>> measured({"cost": [{"id": "a", "bytes": 1}, {"id": "b", "error": "it failed"}]}, "cost")
     [{'id': 'a', 'bytes': 1}]
@@ -47,11 +47,12 @@ def measured(results: Results, axis: str) -> list[Row]:
 
 
 def middle(row: Row, name: str) -> float:
+    """Return the median of a number of a row."""
     return float(row[name]["median"])
 
 
 def overlap(one: Row, other: Row, name: str) -> bool:
-    """Whether two rows cannot be told apart by a number, for its ranges overlap.
+    """Return whether the ranges of a number overlap, so that two rows cannot be told apart by it.
 
     >>> fast, slow = {"s": {"low": 1.0, "high": 2.0}}, {"s": {"low": 1.9, "high": 3.0}}
     >>> overlap(fast, slow, "s"), overlap(fast, {"s": {"low": 2.1, "high": 3.0}}, "s")
@@ -61,7 +62,7 @@ def overlap(one: Row, other: Row, name: str) -> bool:
 
 
 def name_of(row: Row) -> str:
-    """A format or a strategy, and whose it is where the name does not tell.
+    """Return the name of a format or strategy, with its framework if the name does not tell it.
 
     >>> name_of({"framework": "jax", "format": "orbax"}), name_of({"framework": "holdfast", "format": "holdfast async"})
     ('orbax (jax)', 'holdfast async')
@@ -72,17 +73,17 @@ def name_of(row: Row) -> str:
 
 
 def blows(row: Row) -> int:
-    """How often a format was hit: a save that was over before its kill is a try, but no kill."""
+    """Return how often a format was hit; a save that was over before its kill is a try, but no hit."""
     return int(row.get("killed", row.get("tries")))
 
 
 def bad_of(row: Row) -> int:
-    """How many of them it did not withstand."""
+    """Return how many hits a format did not withstand."""
     return sum(int(row.get(name) or 0) for name in ("mixed", "nothing", "silent"))
 
 
 def crash_text(row: Row) -> str:
-    """In short: how many went well, or how many did not.
+    """Return a short text: how many hits went well, or how many did not.
 
     >>> crash_text({"verdict": "safe", "tries": 20}), crash_text({"verdict": "unsafe", "killed": 20, "nothing": 6})
     ('✓ 20', '✗ 6 of 20')
@@ -91,7 +92,7 @@ def crash_text(row: Row) -> str:
 
 
 def runs_of(row: Row) -> str:
-    """A framework, and the variant of its lesson.
+    """Return a framework's name, with the variant of its lesson.
 
     >>> runs_of({"framework": "pytorch", "variant": "worker processes"})
     'pytorch, worker processes'
@@ -100,18 +101,18 @@ def runs_of(row: Row) -> str:
 
 
 def main_model(results: Results) -> str | None:
-    """The model that advice is for: the largest of those whose cost was measured."""
+    """Return the model that advice is for: the largest whose cost was measured."""
     rows = measured(results, "cost")
     return str(max(rows, key=lambda row: float(row["bytes"]))["model"]) if rows else None
 
 
 def main_costs(results: Results) -> list[Row]:
-    """What saving that model costs, the least lost training time first."""
+    """Return the cost rows of the main model, the least lost training time first."""
     rows = [row for row in measured(results, "cost") if row["model"] == main_model(results)]
     return sorted(rows, key=lambda row: middle(row, "lost_s"))
 
 
 def same_format(rows: list[Row], row: Row, **also: Any) -> Row | None:
-    """The row about the same format, for example of another axis; ``also``: what it must have besides."""
+    """Return the first of ``rows`` about the same format as ``row``, with the fields ``also``."""
     wanted = {"framework": row["framework"], "format": row["format"], **also}
     return next((each for each in rows if all(each.get(name) == value for name, value in wanted.items())), None)

@@ -1,4 +1,4 @@
-"""Saves and loads of every format and the limits of the machine, interleaved in the same rounds, in random order."""
+"""Rounds in which every format saves and loads once, and every limit of the machine is measured, in random order."""
 
 from __future__ import annotations
 
@@ -11,36 +11,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from holdfast.study.adapters.base import Format
+from holdfast.study.adapters.base import SaveFormat
+from holdfast.study.framework_processes import LIMIT, FrameworkProcesses
 from holdfast.study.inside import disk
 from holdfast.study.limits import Copy, measure
+from holdfast.study.models import StudyModel
 from holdfast.study.process import Failed, Start
-from holdfast.study.shapes import Shape, elements
-from holdfast.study.team import LIMIT, Team
 
 Say = Callable[[str], None]
 LIMITS = "limits"
-AT_ONCE = min(2, os.cpu_count() or 1)  # processes, where no times are measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A name and shapes; ``nbytes`` counts weights and momentum, float32."""
-
-    name: str
-    shapes: list[Shape]
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * 4 * elements(iter(self.shapes))
+AT_ONCE = min(2, os.cpu_count() or 1)  # processes at a time where no times are measured: memory is for two
 
 
 @dataclass(kw_only=True)
-class Record:
-    """What one format did, one entry a round; ``error`` if it failed, and it had no more turns then."""
+class FormatRounds:
+    """Measurements of one format, an entry a round; after an ``error`` it has no more turns."""
 
     framework: str
-    form: Format
+    form: SaveFormat
     saves: list[dict[str, Any]] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
     besides: list[dict[str, Any]] = field(default_factory=list)
@@ -50,18 +38,18 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """All that was measured of one model. Lists have one entry a round: ratios are taken round by round."""
+    """Measurements of one model. Lists have an entry a round, so that ratios can be taken within a round."""
 
-    model: Model
-    records: list[Record]
+    model: StudyModel
+    records: list[FormatRounds]
     limits: list[dict[str, float]]
 
 
 def take(
-    team: Team,
-    model: Model,
+    processes: FrameworkProcesses,
+    model: StudyModel,
     *,
-    formats: Mapping[str, Sequence[Format]],
+    formats: Mapping[str, Sequence[SaveFormat]],
     folder: Path,
     rounds: int,
     seed: int,
@@ -69,12 +57,24 @@ def take(
     training: bool = False,
     forks: Mapping[str, Start] | None = None,
 ) -> Turns:
-    """``training``: also what a save costs a training loop, and what of it is not the disk's. Those rounds have one
-    before them that is not counted: memory that was never touched costs more than all else. ``forks``: new processes,
-    to see how much memory a first save takes; what comes later finds it there."""
+    """Measure all formats of all frameworks with one model.
+
+    Args:
+        processes: of the frameworks.
+        model: to save.
+        formats: by framework.
+        folder: for checkpoints.
+        rounds: counted rounds.
+        seed: decides the order of turns.
+        say: called with what is being done.
+        training: measure also what a save costs a training loop, and the same save without a disk. One round before
+            the others is not counted then: memory that was never touched costs more than everything else.
+        forks: by framework, starts a new process that shows how much memory a first save takes; a later save finds
+            the memory there. None: not measured.
+    """
     together = fits(model.nbytes, len(formats))
-    team.model(model.shapes, seed=seed, together=together)
-    records = [Record(framework=name, form=form) for name, forms in formats.items() for form in forms]
+    processes.model(model.shapes, seed=seed, together=together)
+    records = [FormatRounds(framework=name, form=form) for name, forms in formats.items() for form in forms]
     order, copy = random.Random(seed), Copy(model.nbytes)
     limits: list[dict[str, float]] = []
     if forks is not None:
@@ -85,35 +85,35 @@ def take(
                 record.peak = peak
     for number in range(0 if training else 1, rounds + 1):
         say(f"{model.name}: round {number} of {rounds}" if number else f"{model.name}: warming up")
-        turns: list[Record | None] = [None, *(record for record in records if not record.error)]
+        turns: list[FormatRounds | None] = [None, *(record for record in records if not record.error)]
         for turn in order.sample(turns, len(turns)):
             if turn is None:
                 found = measure(folder / LIMITS, model.nbytes, copy)
                 limits += [found] if number else []
             else:
-                _turn(team, turn, folder / "save", training=training, counted=number > 0)
+                _turn(processes, turn, folder / "save", training=training, counted=number > 0)
     return Turns(model=model, records=records, limits=limits)
 
 
-def _turn(team: Team, record: Record, folder: Path, *, training: bool, counted: bool) -> None:
+def _turn(processes: FrameworkProcesses, record: FormatRounds, folder: Path, *, training: bool, counted: bool) -> None:
     given = {"form": record.form.name, "folder": str(folder.absolute())}
     try:
-        saved = team.ask(record.framework, "save", memory=training and counted, **given)
+        saved = processes.ask(record.framework, "save", memory=training and counted, **given)
         if counted:
-            loaded = team.ask(record.framework, "load", **given)
+            loaded = processes.ask(record.framework, "load", **given)
             if not loaded["same"]:
                 raise Failed("what was loaded is not what had been saved")
             record.saves.append(saved)
             record.loads.append(loaded)
-            record.besides += [team.ask(record.framework, "beside", **given)] if training else []
+            record.besides += [processes.ask(record.framework, "beside", **given)] if training else []
     except (Failed, OSError) as e:
         record.error = str(e)
     finally:
         disk.empty(folder)
 
 
-def _peak(fork: Start, model: Model, record: Record, folder: Path, seed: int) -> int | None:
-    """How far memory rises in the first save of a process."""
+def _peak(fork: Start, model: StudyModel, record: FormatRounds, folder: Path, seed: int) -> int | None:
+    """Return the bytes by which memory rises in the first save of a process; None if nobody can tell."""
     with TemporaryDirectory(dir=folder) as target:
         try:
             with fork(folder / "peak.log") as process:
@@ -125,7 +125,7 @@ def _peak(fork: Start, model: Model, record: Record, folder: Path, seed: int) ->
 
 
 def fits(nbytes: int, frameworks: int) -> bool:
-    """Whether all frameworks may hold the model at once: each needs it about four times while it saves and loads.
+    """Return whether all frameworks may hold the model at once; each needs about four times its bytes.
 
     >>> fits(1000, 5), fits(10**15, 5)
     (True, False)
@@ -134,7 +134,7 @@ def fits(nbytes: int, frameworks: int) -> bool:
 
 
 def available() -> float:
-    """Bytes of memory that nobody uses."""
+    """Return the bytes of memory that no process uses."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return float(line.split()[1]) * 1024

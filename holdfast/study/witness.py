@@ -1,4 +1,4 @@
-"""Who loads what a crash has left: another process than the one that saved, as after any crash."""
+"""The witness: a process that loads what a crash has left, another one than the one that saved."""
 
 from __future__ import annotations
 
@@ -7,49 +7,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.study.inside.crash import NEW, OLD
+from holdfast.study.framework_processes import FrameworkProcesses
+from holdfast.study.inside.killed_saves import NEW, OLD
+from holdfast.study.models import Shape
 from holdfast.study.process import Failed, Start
 from holdfast.study.rows import error_text
-from holdfast.study.shapes import Shape
-from holdfast.study.team import Team
 
-LIMIT = 60.0  # seconds for a load; one that hangs on damaged input is ended
-SHOWN, LENGTH = 3, 160  # errors in a row, and their letters
+LIMIT = 60.0  # seconds for a load; one that takes longer hangs on damaged input, and is ended
+SHOWN, LENGTH = 3, 160  # most errors of a row, and most letters of each: a report has to stay readable
 
 Looked = dict[str, Any]  # {"error": words or None, "digests": of each array, or None}
 
 
 class Witness:
-    """Holds a model, whose old and new version it knows by their digests. It outlives what it is made to load: a
-    process that ends or hangs on that is started again, and has noticed in its own way."""
+    """A process with a model, whose old and new version it knows by their digests.
+
+    A process that dies or hangs on what it loads is started again; it counts as having noticed the damage.
+    """
 
     def __init__(self, framework: str, start: Start, logs: Path) -> None:
         self.framework = framework
-        self._team = Team({framework: start}, logs)
+        self._processes = FrameworkProcesses({framework: start}, logs)
         self.old: dict[str, str] = {}
         self.new: dict[str, str] = {}
 
     def model(self, shapes: list[Shape]) -> None:
-        """From now on it is about this model."""
-        self._team.model(shapes, seed=0, together=True)
-        versions = self._team.ask(self.framework, "versions_of", within=LIMIT)
+        """Set the model."""
+        self._processes.model(shapes, seed=0, together=True)
+        versions = self._processes.ask(self.framework, "versions_of", within=LIMIT)
         self.old, self.new = versions[str(OLD)], versions[str(NEW)]
 
     def save_old(self, form: str, folder: Path) -> None:
-        """The old version lies there, and nothing else."""
+        """Save the old version into the folder, alone; raises ``Failed`` if it does not load."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         given = {"form": form, "folder": str(folder.absolute()), "version": OLD}
-        self._team.ask(self.framework, "overwrite", within=LIMIT, **given)
+        self._processes.ask(self.framework, "overwrite", within=LIMIT, **given)
         looked = self.look(form, folder)
         if looked["digests"] != self.old:
             raise Failed(f"what nobody has disturbed does not load as it was saved: {looked['error'] or 'it differs'}")
 
     def look(self, form: str, folder: Path) -> Looked:
-        """What is there now."""
+        """Load what is in the folder; return the error, or the digests."""
         given = {"form": form, "folder": str(folder.absolute())}
         try:
-            looked = self._team.ask(self.framework, "look", within=LIMIT, **given)
+            looked = self._processes.ask(self.framework, "look", within=LIMIT, **given)
         except Failed as e:
             looked = {"error": str(e), "digests": None}
         error = looked["error"]
@@ -59,11 +61,11 @@ class Witness:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._team.close()
+        self._processes.close()
 
 
 def a_few(errors: Sequence[str]) -> list[str]:
-    """The first line of each, each only once.
+    """Return the first line of some errors, each only once.
 
     >>> a_few(["EOFError: too short\\nsee above", "EOFError: too short"])
     ['EOFError: too short']

@@ -35,6 +35,7 @@ def pipelines(folder: Path, generation: int = 1) -> list[int]:
     return sorted([place["pipeline"] for place in places].count(number) for number in {p["pipeline"] for p in places})
 
 
+@pytest.mark.thorough("tests/faults/test_pipelines.py has such a script; the README's runs below")
 def test_the_script_of_the_pipelines_page_comes_to_the_same_in_pipelines_and_in_one_process(tmp_path: Path) -> None:
     script = script_in("docs/pipelines.md", "memory=")
     (tmp_path / "train.py").write_text(script)
@@ -46,13 +47,8 @@ def test_the_script_of_the_pipelines_page_comes_to_the_same_in_pipelines_and_in_
     assert together[-1] == f"[0.0] {alone[-1]}"
 
 
-@pytest.mark.parametrize(
-    "stages",
-    [
-        pytest.param("stages=3", marks=pytest.mark.thorough("tests/faults/test_pipelines.py has numbers of stages")),
-        "stages=[3, 3, 4]",
-    ],
-)
+@pytest.mark.thorough("tests/faults/test_pipelines.py has numbers of stages")
+@pytest.mark.parametrize("stages", ["stages=3", "stages=[3, 3, 4]"])
 def test_what_the_readme_says_of_stages_is_possible(tmp_path: Path, stages: str) -> None:
     script = script_in("README.md", "memory=")
     assert stages in script

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from holdfast.demo.display import places_table
 from holdfast.demo.killer import may_kill
-from holdfast.demo.plot import plot_losses
-from holdfast.demo.show import places_table
+from holdfast.demo.loss_picture import plot_losses
 from holdfast.demo.story import Story
 
 Stages = list[tuple[str, int, int]]  # worker, its first layer, and the one after its last

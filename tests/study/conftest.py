@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.study import process as processes
+from holdfast.study.framework_zygote import FrameworkZygote
 from holdfast.study.process import Process
-from holdfast.study.zygote import Zygote
 
 pytest.register_assert_rewrite("tests.study.adapters.conformance")  # its asserts say as much as a test's
 HERE = ("pytorch", "holdfast")  # what the development environment has anyway
@@ -43,9 +43,9 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork]:
     with ExitStack() as stack:
 
         @cache
-        def zygote_of(framework: str) -> Zygote:
+        def zygote_of(framework: str) -> FrameworkZygote:
             log = tmp_path_factory.mktemp("zygote") / f"{framework}.log"
-            return stack.enter_context(Zygote(starting(framework)(log)))
+            return stack.enter_context(FrameworkZygote(starting(framework)(log)))
 
         yield lambda framework: zygote_of(framework).fork
 

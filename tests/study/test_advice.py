@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.plan.save_interval import young_daly
 from holdfast.study.advice import advise
-from holdfast.study.advice.interval import Rhythm
+from holdfast.study.advice.interval_advice import Rhythm
 from holdfast.study.rows import AXES
 from tests.study.example import example, spread
 

@@ -33,6 +33,30 @@ def _hash(text: str) -> str:
     return "sha256=" + urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
 
 
+def test_pins_are_installed_once_and_anew_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], say: object, log: Path) -> list[str] | None:
+        ran.append(command)
+        (tmp_path / "chainer").mkdir(exist_ok=True)
+        return ["ERROR: No matching distribution found for tiny==2.0"] if "tiny==2.0" in command else None
+
+    monkeypatch.setattr(install, "_run", run)
+    monkeypatch.setitem(install.PINS, "chainer", (("tiny==1.0",),))
+    first = install.ensure("chainer", print, root=tmp_path)
+    assert first.python is not None
+    assert [command[-1] for command in ran] == [str(tmp_path / "chainer"), "tiny==1.0"], "a venv, then pip"
+    again = install.ensure("chainer", print, root=tmp_path)
+    assert (again.python, len(ran)) == (first.python, 2)
+
+    monkeypatch.setitem(install.PINS, "chainer", (("tiny==2.0",),))
+    found = install.ensure("chainer", print, root=tmp_path)
+    assert found.python is None, "what the old pins made must not be used"
+    assert "tiny==2.0" in found.why
+    assert str(tmp_path / "chainer.log") in found.why, "the whole story is in the log"
+
+
+@pytest.mark.thorough("the test above does the same with a pip that is not real")
 def test_a_venv_is_made_once_and_anew_for_other_pins(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

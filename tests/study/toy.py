@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from holdfast.study.adapters.base import EPOCH, Adapter, Lesson, Part, Shapes, Training, bits
+from holdfast.study.adapters.base import EPOCH, Adapter, Lesson, ModelInTraining, Shapes, StatePart, bits
 
 PARTS = ("model", "optimizer", "RNG", "loader", "average")
 
@@ -102,7 +102,7 @@ class ToyLesson(Lesson):
 
 class Toy(Adapter):
     name = "toy"
-    parts = tuple(Part(name=name, what=f"its {name}") for name in PARTS)
+    parts = tuple(StatePart(name=name, what=f"its {name}") for name in PARTS)
     usual = frozenset({"model", "optimizer"})
     usual_means = "model and optimizer"
 
@@ -113,7 +113,7 @@ class Toy(Adapter):
     def versions(self) -> dict[str, str]:
         return {"toy": "1"}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         raise NotImplementedError
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

@@ -1,4 +1,4 @@
-"""One small adapter per framework. Each runs in its framework's own interpreter, where nothing else may be."""
+"""Adapters, one per framework. Each runs in its framework's own interpreter, which has nothing else installed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ NAMES = ("pytorch", "tensorflow", "jax", "chainer", "holdfast")
 
 
 def find(name: str) -> Adapter:
-    """Imports a framework; only where it is installed."""
+    """Import a framework and return its adapter; raises ``ImportError`` where it is not installed."""
     adapter: Adapter = importlib.import_module(f"holdfast.study.adapters.{name}").ADAPTER
     return adapter

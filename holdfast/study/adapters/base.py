@@ -1,8 +1,10 @@
-"""What an adapter must be able to do. Standard library and numpy only: this runs in every framework's interpreter.
+"""The interface of a framework's adapter. It needs numpy and the standard library only: it runs in every interpreter.
 
-Three things are asked of a framework: to train a model of given shapes and save it in its formats (``Training``), to
-train a small net with all the randomness of a real script and go on after a restart (``Lesson``), and to save on
-several ranks (``Adapter.join``, ``Training.save_ranked``).
+A framework must do three things:
+
+- train a model of given shapes and save it in its formats (``ModelInTraining``);
+- train a small net with all the randomness of a real script, and go on after a restart (``Lesson``);
+- save on several ranks (``Adapter.join``, ``ModelInTraining.save_ranked``).
 """
 
 from __future__ import annotations
@@ -18,58 +20,60 @@ import numpy as np
 
 Shapes = Sequence[tuple[str, Sequence[int]]]
 Arrays = dict[str, Any]  # name -> numpy array; numpy 1.23 and 2 differ in their types
-Wait = Callable[[], None]
+Wait = Callable[[], None]  # returns when a save in the background is over
 
-STATES = ("weights/", "momentum/")  # what every array's name begins with
-LINE = 1 << 22  # numbers
+STATES = ("weights/", "momentum/")  # prefixes of the arrays' names
+LINE = 1 << 22  # random numbers that all arrays are cut from: 16 MB, more than any compressor looks back
 BATCH = 8  # rows that each weight is multiplied with in a step
 RANK_ZERO, EVERY_RANK = "rank 0 only", "every rank its own file"
 
-EPOCH, STEPS = 6, 12  # of a lesson, in steps
-SAVES = {"step 0": 0, "mid-epoch": 3, "epoch's end": EPOCH}  # when it is saved
+EPOCH, STEPS = 6, 12  # steps of an epoch, and of a whole lesson: two epochs
+SAVES = {"step 0": 0, "mid-epoch": 3, "epoch's end": EPOCH}  # the step of each save point of a lesson
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
-    """One way to save."""
+class SaveFormat:
+    """A format: one way of a framework to save."""
 
     name: str
     suffix: str = ""  # of the file; a folder has none
     compressed: bool = False
     background: bool = False  # the call returns before everything is written
-    renamed: bool = False  # written beside the old one, then renamed: only to see what that is worth in a crash
 
 
-class Training(ABC):
-    """A model with these shapes and its optimizer (SGD with momentum 0.9), float32, in training.
+class ModelInTraining(ABC):
+    """A model of given shapes with its optimizer (SGD with momentum 0.9), float32, in training.
 
     Every weight ``w`` with two or more dimensions is used as a matrix of ``w.shape[0]`` rows: the loss is the sum of
-    ``mean((x @ w.T) ** 2)``, with ``x`` of ``BATCH`` rows, and of ``mean(b ** 2)`` for those with one dimension. So one
-    step reads and changes everything, as real training does, whatever the shapes are.
+    ``mean((x @ w.T) ** 2)``, with ``x`` of ``BATCH`` rows, and of ``mean(b ** 2)`` for each ``b`` of one dimension. So
+    one step reads and changes everything, as real training does, whatever the shapes are.
     """
 
     @abstractmethod
     def step(self) -> float:
-        """One step, forward, backward, update, done when it returns; the loss."""
+        """Train one step, until it is computed; return the loss."""
 
     @abstractmethod
     def arrays(self) -> Arrays:
-        """All weights and their momentum as ``weights/NAME`` and ``momentum/NAME``."""
+        """Return all weights and their momentum as ``weights/NAME`` and ``momentum/NAME``."""
 
     @abstractmethod
     def put(self, arrays: Mapping[str, Any]) -> None:
-        """Sets what ``arrays`` gives."""
+        """Set the given arrays, by the same names."""
 
     @abstractmethod
     def save(self, form: str, path: Path) -> Wait | None:
-        """What a user of this format would call; not synced. It may overwrite. One in the background: how to wait."""
+        """Save as a user of this format would, without a sync; the path may exist.
+
+        A save in the background returns a function that waits for its end, any other None.
+        """
 
     @abstractmethod
     def load(self, form: str, path: Path) -> None:
-        """Fills this model and its optimizer from what was saved. Raises whatever the framework raises."""
+        """Fill this model and its optimizer from a save. Raises whatever the framework raises."""
 
     def save_ranked(self, strategy: str, path: Path, rank: int, ranks: int) -> None:
-        """All ranks call it at once, with the same state on each; one of ``Adapter.strategies``."""
+        """Save with a strategy of ``Adapter.strategies``; all ranks call it at once, with the same state."""
         form, wait = self.usual_format, None
         if strategy == EVERY_RANK:
             wait = self.save(form.name, path / f"rank-{rank}{form.suffix}")
@@ -78,23 +82,25 @@ class Training(ABC):
         if wait is not None:
             wait()
 
-    usual_format: Format  # that of save_ranked
+    usual_format: SaveFormat  # the format of save_ranked
 
     def reset(self, seed: int) -> None:
-        """Other numbers everywhere, as hard to compress as trained ones: parts of one random line, which is longer than
-        any compressor looks back. To draw each number would take longer than most of what is measured."""
+        """Set all arrays to other numbers, which are as hard to compress as trained ones.
+
+        They are parts of one random line: to draw each number would take longer than most measurements.
+        """
         line = np.random.default_rng(seed).standard_normal(LINE, np.float32)
         for begin, (name, array) in enumerate(sorted(self.arrays().items())):
             scale = np.float32(0.05 if name.startswith("weights/") else 0.001)
             self.put({name: scale * np.resize(line[begin : begin + array.size], array.shape)})
 
     def clear(self) -> None:
-        """Zeros everywhere, so that a load that does nothing is noticed."""
+        """Set all arrays to zero, so that a load that does nothing is noticed."""
         for name, array in self.arrays().items():
             self.put({name: np.zeros(array.shape, np.float32)})
 
     def digests(self) -> dict[str, str]:
-        """A short hash of each array."""
+        """Return a short hash of each array."""
         found = {}
         for name, array in sorted(self.arrays().items()):
             found[name] = digest(array)
@@ -102,11 +108,12 @@ class Training(ABC):
 
 
 def digest(array: Any) -> str:
+    """Return a short hash of an array's bytes."""
     return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
 
 
 def bits(loss: Any) -> str:
-    """A loss as what is compared: its bits.
+    """Return the bits of a loss in hex, for exact comparison.
 
     >>> bits(np.float32(0.5)), bits(0.5)
     ('0000003f', '0000003f')
@@ -115,64 +122,67 @@ def bits(loss: Any) -> str:
 
 
 class Lesson(ABC):
-    """A small run as people write it, made by the same script with the same seed in every process.
+    """A small training run as people write it, the same in every process.
 
-    Dropout, random augmentation (drawn from numpy and from Python), a shuffled loader, an optimizer with momentum or
-    Adam, a learning rate that falls, an average of the weights. ``EPOCH`` steps are an epoch. The constructor begins
-    as a script does: it seeds everything, and makes everything.
+    It has dropout, random augmentation (drawn from numpy and from Python), a shuffled loader, an optimizer with
+    momentum or Adam, a falling learning rate, and an average of the weights. ``EPOCH`` steps are an epoch. The
+    constructor does what a script does at its begin: it seeds the generators and makes everything.
     """
 
     @abstractmethod
     def train(self, steps: int) -> list[str]:
-        """So many steps more; their losses, as ``bits``."""
+        """Train some steps more; return their losses as ``bits``."""
 
     @abstractmethod
     def digests(self) -> dict[str, str]:
-        """A hash of each thing that a run leaves behind: ``weights``, ``optimizer``, ``average`` …"""
+        """Return a hash of each state at the end of a run: ``weights``, ``optimizer``, ``average`` …"""
 
     @abstractmethod
     def save(self, path: Path, parts: frozenset[str]) -> None:
-        """Saves these parts and no others, in the framework's usual way, into a new folder."""
+        """Save these parts and no others into a new folder, in the framework's usual way."""
 
     @abstractmethod
     def restore(self, path: Path, parts: frozenset[str]) -> None:
-        """In a fresh process, right after the constructor: takes these parts from there."""
+        """Restore these parts from a folder; called right after the constructor, in a fresh process."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Something that an identical restart may need."""
+class StatePart:
+    """A part of a run's state, which an identical restart may need."""
 
     name: str
     what: str  # in words, for the report: "torch.get_rng_state()"
 
 
 class Adapter(ABC):
-    """A framework, as the study sees it."""
+    """The interface of a framework to the study."""
 
     name: str
-    formats: tuple[Format, ...]
+    formats: tuple[SaveFormat, ...]
     strategies: tuple[str, ...] = (RANK_ZERO, EVERY_RANK)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StatePart, ...] = ()
     usual: frozenset[str] = frozenset()  # the parts that its own documentation saves
     usual_means: str = ""  # in words: "model and optimizer, as in the tutorial"
     variants: tuple[str, ...] = ("",)  # of the lesson, beside the plain one: "worker processes"
 
     @abstractmethod
     def versions(self) -> dict[str, str]:
-        """The packages that matter here."""
+        """Return the versions of the packages that matter, by name."""
 
     @abstractmethod
-    def make(self, shapes: Shapes, seed: int) -> Training:
-        """A model to save."""
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
+        """Make a model to save."""
 
     @abstractmethod
     def lesson(self, seed: int, variant: str = "") -> Lesson:
-        """A run to restart."""
+        """Begin a run to restart."""
 
     def join(self, rank: int, ranks: int, address: str) -> None:  # noqa: B027  # most have nothing to do here
-        """Before ``save_ranked``: meets the other ranks at ``host:port``. May be called again with another number.
-        The default needs no meeting."""
+        """Meet the other ranks at ``host:port``, before ``save_ranked``; may be called again with other ``ranks``.
 
-    def format(self, name: str) -> Format:
+        The default does nothing: independent processes need not meet.
+        """
+
+    def format(self, name: str) -> SaveFormat:
+        """Return a format by its name."""
         return next(form for form in self.formats if form.name == name)

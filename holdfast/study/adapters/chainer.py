@@ -13,18 +13,18 @@ import h5py  # type: ignore[import-not-found]
 import numpy as np
 from chainer import serializers
 
-from holdfast.study.adapters.base import BATCH, Adapter, Arrays, Format, Lesson, Shapes, Training
+from holdfast.study.adapters.base import BATCH, Adapter, Arrays, Lesson, ModelInTraining, SaveFormat, Shapes
 from holdfast.study.adapters.chainer_lesson import PARTS, ChainerLesson
 
 FORMATS = (
-    Format(name="npz", suffix=".npz", compressed=True),
-    Format(name="npz raw", suffix=".npz"),
-    Format(name="hdf5", suffix=".h5", compressed=True),
-    Format(name="hdf5 raw", suffix=".h5"),
+    SaveFormat(name="npz", suffix=".npz", compressed=True),
+    SaveFormat(name="npz raw", suffix=".npz"),
+    SaveFormat(name="hdf5", suffix=".h5", compressed=True),
+    SaveFormat(name="hdf5 raw", suffix=".h5"),
 )
 
 
-class ChainerTraining(Training):
+class ChainerTraining(ModelInTraining):
     usual_format = FORMATS[1]  # ranks would wait for the compressor, not for each other
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
@@ -71,7 +71,7 @@ class ChainerTraining(Training):
             places[name][...] = array
 
     def serialize(self, serializer: Any) -> None:
-        """Chainer's protocol, for both directions; the same names as in a trainer's snapshot."""
+        """Save or load by Chainer's protocol, with the names of a trainer's snapshot."""
         self._optimizer.serialize(serializer["optimizer:main"])
         self._model.serialize(serializer["model:main"])
 
@@ -101,7 +101,7 @@ class ChainerAdapter(Adapter):
     def versions(self) -> dict[str, str]:
         return {"chainer": chainer.__version__, "numpy": np.__version__, "h5py": h5py.__version__}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         return ChainerTraining(shapes, seed)
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

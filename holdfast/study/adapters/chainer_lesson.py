@@ -13,25 +13,27 @@ import chainer.links as L  # type: ignore[import-not-found]  # noqa: N812
 import numpy as np
 from chainer import serializers, training
 
-from holdfast.study.adapters.base import EPOCH, Lesson, Part, bits, digest
+from holdfast.study.adapters.base import EPOCH, Lesson, StatePart, bits, digest
 
 BATCH, INPUTS, HIDDEN, DROPPED = 8, 16, 32, 0.3
 
 PARTS = (
-    Part(name="model", what="the model's weights (Chain.serialize)"),
-    Part(
+    StatePart(name="model", what="the model's weights (Chain.serialize)"),
+    StatePart(
         name="optimizer",
         what="Adam's moments and counters; saved before the first update, it loads only with strict=False",
     ),
-    Part(name="scheduler", what="the learning rate's ExponentialShift extension; the optimizer does not save its rate"),
-    Part(name="loader", what="SerialIterator: the epoch's order and the position in it"),
-    Part(name="average", what="the average of the weights, an extension"),
-    Part(name="numpy rng", what="numpy.random.get_state(): dropout, the next epoch's order, augmentation"),
-    Part(name="python rng", what="random.getstate(): augmentation"),
+    StatePart(
+        name="scheduler", what="the learning rate's ExponentialShift extension; the optimizer does not save its rate"
+    ),
+    StatePart(name="loader", what="SerialIterator: the epoch's order and the position in it"),
+    StatePart(name="average", what="the average of the weights, an extension"),
+    StatePart(name="numpy rng", what="numpy.random.get_state(): dropout, the next epoch's order, augmentation"),
+    StatePart(name="python rng", what="random.getstate(): augmentation"),
 )
 
 
-class Net(chainer.Chain):
+class ChainerNet(chainer.Chain):
     def __init__(self) -> None:
         super().__init__()
         with self.init_scope():
@@ -43,9 +45,9 @@ class Net(chainer.Chain):
 
 
 class Average(training.Extension):
-    """Follows the weights slowly."""
+    """Running average of the weights, as an extension of the trainer."""
 
-    def __init__(self, model: Net) -> None:
+    def __init__(self, model: ChainerNet) -> None:
         self.model = model.copy(mode="copy")
 
     def __call__(self, trainer: Any) -> None:
@@ -58,7 +60,7 @@ class Average(training.Extension):
 
 
 def augment(example: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Noise from numpy, and a flip from Python: as in scripts that use both."""
+    """Add noise from numpy's generator, and flip by Python's, as scripts do that use both."""
     row, target = example
     row = row + 0.1 * np.random.standard_normal(row.shape).astype(np.float32)
     return (row[::-1] if random.random() < 0.5 else row), target
@@ -71,7 +73,7 @@ class ChainerLesson(Lesson):
         source = np.random.RandomState(seed)
         rows = source.standard_normal((BATCH * EPOCH, INPUTS)).astype(np.float32)
         data = chainer.datasets.TupleDataset(rows, rows.sum(axis=1, keepdims=True))
-        self._model = Net()
+        self._model = ChainerNet()
         optimizer = chainer.optimizers.Adam(alpha=0.01).setup(self._model)
         loader = chainer.iterators.SerialIterator(chainer.datasets.TransformDataset(data, augment), BATCH, shuffle=True)
         self._updater = training.StandardUpdater(loader, optimizer, loss_func=self._loss)
@@ -94,7 +96,7 @@ class ChainerLesson(Lesson):
         return self._last
 
     def train(self, steps: int) -> list[str]:
-        """What ``Trainer.run`` does, which cannot be run twice."""
+        """Train as ``Trainer.run`` does, which cannot be called twice."""
         losses = []
         for _ in range(steps):
             self._updater.update()
@@ -122,7 +124,7 @@ class ChainerLesson(Lesson):
             (path / "python rng").write_bytes(pickle.dumps(random.getstate()))
 
     def restore(self, path: Path, parts: frozenset[str]) -> None:
-        """The generators last: what is made or loaded before may draw from them."""
+        """Restore the generators last: to load the other parts may draw from them."""
         for name in parts & self._serialisable.keys():
             # An optimizer has no moments before its first step, and a strict load of one saved then raises KeyError.
             strict = name != "optimizer"

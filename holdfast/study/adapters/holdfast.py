@@ -6,16 +6,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 from holdfast.checkpoint import async_save, load, save
-from holdfast.study.adapters.base import Adapter, Format, Lesson, Shapes, Training, Wait
+from holdfast.study.adapters.base import Adapter, Lesson, ModelInTraining, SaveFormat, Shapes, Wait
 from holdfast.study.adapters.pytorch import TorchTraining, meet
 
-BACKGROUND = Format(name="holdfast async", background=True)
+BACKGROUND = SaveFormat(name="holdfast async", background=True)
 
 
 class HeldTraining(TorchTraining):
     """PyTorch's model, saved by holdfast."""
 
-    usual_format = Format(name="holdfast")
+    usual_format = SaveFormat(name="holdfast")
 
     def save(self, form: str, path: Path) -> Wait | None:
         if form == BACKGROUND.name:
@@ -27,7 +27,7 @@ class HeldTraining(TorchTraining):
         load(path, self._tree())
 
     def save_ranked(self, strategy: str, path: Path, rank: int, ranks: int) -> None:
-        """Every rank calls it; who writes what is holdfast's to say."""
+        """Save on all ranks; holdfast itself shares the writing among them."""
         self.save(self.usual_format.name, path / "state")
 
     def _tree(self) -> dict[str, object]:
@@ -45,7 +45,7 @@ class Holdfast(Adapter):
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("holdfast", "torch")}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         return HeldTraining(shapes, seed)
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

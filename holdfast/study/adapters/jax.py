@@ -16,13 +16,13 @@ import numpy as np
 import optax  # type: ignore[import-not-found]
 import orbax.checkpoint as ocp  # type: ignore[import-not-found]
 
-from holdfast.study.adapters.base import BATCH, Adapter, Arrays, Format, Lesson, Shapes, Training, Wait
+from holdfast.study.adapters.base import BATCH, Adapter, Arrays, Lesson, ModelInTraining, SaveFormat, Shapes, Wait
 from holdfast.study.adapters.jax_lesson import PARTS, JaxLesson
 
 FORMATS = (
-    Format(name="orbax", compressed=True, background=True),
-    Format(name="orbax raw", background=True),
-    Format(name="flax msgpack", suffix=".msgpack"),
+    SaveFormat(name="orbax", compressed=True, background=True),
+    SaveFormat(name="orbax raw", background=True),
+    SaveFormat(name="flax msgpack", suffix=".msgpack"),
 )
 State = tuple[dict[str, Any], Any]  # weights, and what the optimizer keeps
 OPTIMIZER = optax.sgd(0.01, momentum=0.9)
@@ -47,7 +47,7 @@ def step(state: State, inputs: dict[int, Any]) -> tuple[State, Any]:
     return (optax.apply_updates(weights, updates), kept), loss
 
 
-class JaxTraining(Training):
+class JaxTraining(ModelInTraining):
     usual_format = FORMATS[0]
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
@@ -121,7 +121,7 @@ class JaxAdapter(Adapter):
         found = {"jax": jax, "flax": flax, "optax": optax, "orbax-checkpoint": ocp}
         return {name: module.__version__ for name, module in found.items()}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         return JaxTraining(shapes, seed)
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

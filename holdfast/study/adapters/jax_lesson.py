@@ -14,23 +14,23 @@ import optax  # type: ignore[import-not-found]
 import orbax.checkpoint as ocp  # type: ignore[import-not-found]
 from flax import nnx  # type: ignore[import-not-found]
 
-from holdfast.study.adapters.base import EPOCH, Lesson, Part, bits, digest
+from holdfast.study.adapters.base import EPOCH, Lesson, StatePart, bits, digest
 
 BATCH, INPUTS, HIDDEN, DROPPED = 8, 16, 32, 0.3
 
 PARTS = (
-    Part(name="model", what="the weights (nnx.Param)"),
-    Part(name="optimizer", what="Adam's moments, and the counters that its schedule goes by"),
-    Part(name="rng", what="JAX's random keys and counters (nnx.RngState): dropout"),
-    Part(name="loader", what="the loader's own state: the epoch's order, the position in it, its generator"),
-    Part(name="average", what="the average of the weights"),
-    Part(name="numpy rng", what="numpy.random.get_state(): augmentation"),
-    Part(name="python rng", what="random.getstate(): augmentation"),
+    StatePart(name="model", what="the weights (nnx.Param)"),
+    StatePart(name="optimizer", what="Adam's moments, and the counters that its schedule goes by"),
+    StatePart(name="rng", what="JAX's random keys and counters (nnx.RngState): dropout"),
+    StatePart(name="loader", what="the loader's own state: the epoch's order, the position in it, its generator"),
+    StatePart(name="average", what="the average of the weights"),
+    StatePart(name="numpy rng", what="numpy.random.get_state(): augmentation"),
+    StatePart(name="python rng", what="random.getstate(): augmentation"),
 )
 ADAM = optax.adam(optax.exponential_decay(0.01, transition_steps=1, decay_rate=0.9))
 
 
-class Net(nnx.Module):
+class JaxNet(nnx.Module):
     def __init__(self, rngs: Any) -> None:
         self.first = nnx.Linear(INPUTS, HIDDEN, rngs=rngs)
         self.dropout = nnx.Dropout(DROPPED, rngs=rngs)
@@ -41,14 +41,14 @@ class Net(nnx.Module):
 
 
 @nnx.jit(static_argnums=0)  # type: ignore[untyped-decorator]
-def make(seed: int) -> Net:
-    """Compiled as one, which takes less time than to compile each of its operations."""
-    return Net(nnx.Rngs(seed))
+def make(seed: int) -> JaxNet:
+    """Make the net in one compiled function: to compile each of its operations would take longer."""
+    return JaxNet(nnx.Rngs(seed))
 
 
 @nnx.jit  # type: ignore[untyped-decorator]
-def step(model: Net, optimizer: Any, average: Any, rows: Any, targets: Any) -> tuple[Any, Any]:
-    def loss_of(model: Net) -> Any:
+def step(model: JaxNet, optimizer: Any, average: Any, rows: Any, targets: Any) -> tuple[Any, Any]:
+    def loss_of(model: JaxNet) -> Any:
         return jnp.mean((model(rows) - targets) ** 2)
 
     loss, gradients = nnx.value_and_grad(loss_of)(model)
@@ -57,7 +57,7 @@ def step(model: Net, optimizer: Any, average: Any, rows: Any, targets: Any) -> t
 
 
 class Loader:
-    """Shuffles anew in every epoch, and augments with numpy's and Python's generators, as in scripts that use both."""
+    """Loader that shuffles in every epoch and augments with numpy's and Python's generators."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
@@ -108,7 +108,7 @@ class JaxLesson(Lesson):
         }
 
     def _plain(self) -> dict[str, Any]:
-        """As JSON can have it."""
+        """Return loader and generators in values that JSON can hold."""
         numpy_state: Any = np.random.get_state()
         name, keys, *rest = numpy_state
         return {

@@ -22,11 +22,11 @@ from holdfast.study.adapters.base import (
     RANK_ZERO,
     STATES,
     Adapter,
-    Format,
     Lesson,
-    Part,
+    ModelInTraining,
+    SaveFormat,
     Shapes,
-    Training,
+    StatePart,
     Wait,
 )
 
@@ -34,10 +34,10 @@ MOMENTUM = "momentum_buffer"  # SGD's name for it
 DCP = "DCP"
 
 
-class TorchTraining(Training):
+class TorchTraining(ModelInTraining):
     """A module, and torch's SGD."""
 
-    usual_format = Format(name="torch.save", suffix=".pt")
+    usual_format = SaveFormat(name="torch.save", suffix=".pt")
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
         self.model = _module(shapes)
@@ -63,7 +63,7 @@ class TorchTraining(Training):
         return float(loss)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The memory itself, whatever the last load has put there."""
+        """Return all weights and momentum as tensors, which share the model's memory."""
         names = [state + name for name in self._parameters for state in STATES]
         return {name: self._tensor(name) for name in names}
 
@@ -127,14 +127,14 @@ class TorchTraining(Training):
 
 
 def _dcp() -> ModuleType:
-    """Imported when it is needed: a lesson never does."""
+    """Import DCP only when it is needed: it takes seconds, and lessons do without."""
     from holdfast.study.adapters import pytorch_dcp
 
     return pytorch_dcp
 
 
 def _module(shapes: Shapes) -> nn.Module:
-    """Modules inside modules, as the dots of the names have it.
+    """Make a module with parameters of these names; dots make modules inside modules.
 
     >>> [name for name, _ in _module([("a.b.weight", (2, 3)), ("a.bias", (2,)), ("c", (1,))]).named_parameters()]
     ['c', 'a.bias', 'a.b.weight']
@@ -152,7 +152,7 @@ def _module(shapes: Shapes) -> nn.Module:
 
 
 def meet(rank: int, ranks: int, address: str) -> None:
-    """A Gloo group with the other ranks, in place of the one before."""
+    """Make a Gloo group with the other ranks, in place of the one before."""
     if dist.is_initialized():
         dist.destroy_process_group()
     host, port = address.rsplit(":", 1)
@@ -166,21 +166,21 @@ class PyTorch(Adapter):
     name = "pytorch"
     formats = (
         TorchTraining.usual_format,
-        Format(name="torch.save, renamed", suffix=".pt", renamed=True),
-        Format(name="safetensors", suffix=".safetensors"),
-        Format(name=DCP),
-        Format(name="DCP async", background=True),
+        SaveFormat(name="torch.save, renamed", suffix=".pt"),
+        SaveFormat(name="safetensors", suffix=".safetensors"),
+        SaveFormat(name=DCP),
+        SaveFormat(name="DCP async", background=True),
     )
     strategies = (RANK_ZERO, EVERY_RANK, DCP)
     parts = (
-        Part(name="model", what="model.state_dict()"),
-        Part(name="optimizer", what="optimizer.state_dict()"),
-        Part(name="scheduler", what="scheduler.state_dict()"),
-        Part(name="loader", what="state_dict() of torchdata's StatefulDataLoader"),
-        Part(name="average", what="state_dict() of the AveragedModel"),
-        Part(name="torch rng", what="torch.get_rng_state(), set again after the loader's iterator was made"),
-        Part(name="numpy rng", what="np.random.get_state()"),
-        Part(name="python rng", what="random.getstate()"),
+        StatePart(name="model", what="model.state_dict()"),
+        StatePart(name="optimizer", what="optimizer.state_dict()"),
+        StatePart(name="scheduler", what="scheduler.state_dict()"),
+        StatePart(name="loader", what="state_dict() of torchdata's StatefulDataLoader"),
+        StatePart(name="average", what="state_dict() of the AveragedModel"),
+        StatePart(name="torch rng", what="torch.get_rng_state(), set again after the loader's iterator was made"),
+        StatePart(name="numpy rng", what="np.random.get_state()"),
+        StatePart(name="python rng", what="random.getstate()"),
     )
     usual = frozenset({"model", "optimizer"})
     usual_means = "model and optimizer, as in the tutorial on general checkpoints"
@@ -189,7 +189,7 @@ class PyTorch(Adapter):
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("torch", "safetensors", "torchdata")}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         return TorchTraining(shapes, seed)
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint; apart, for its import takes as long as that of torch."""
+"""Saves and loads with torch.distributed.checkpoint (DCP), whose import takes as long as that of torch."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def load(model: nn.Module, optimizer: Optimizer, path: Path) -> None:
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """As DCP wants it: an optimizer's state goes by its parameters' names, not by their numbers."""
+    """Return the state as DCP wants it: the optimizer's by names of parameters, not by numbers."""
     weights, slots = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": slots}
 
 
 @contextmanager
 def _caught() -> Iterator[None]:
-    """What DCP raises is no ``Exception``: who catches all errors would miss it."""
+    """Turn DCP's errors, which are no ``Exception``, into one: the server catches only those."""
     try:
         yield
     except CheckpointException as e:

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 
 from holdfast.study.adapters.base import EPOCH, Lesson, bits, digest
 
-ROWS, WIDTH, CLASSES = 8, 16, 4  # of a batch
+ROWS, WIDTH, CLASSES = 8, 16, 4  # samples of a batch, their numbers, and their classes
 FILE = "checkpoint.pt"
 
 
 class Augmented(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that are noisy and mirrored, each time anew: from numpy's generator and from Python's."""
+    """Samples with noise from numpy's generator, mirrored by Python's, each time anew."""
 
     def __init__(self) -> None:
         source = np.random.default_rng(0)
@@ -38,16 +38,17 @@ class Augmented(Dataset[tuple[torch.Tensor, int]]):
 
 
 def small_net() -> nn.Sequential:
+    """Make the net of the lessons of PyTorch and holdfast."""
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, CLASSES))
 
 
 def digest_of(tensors: Iterator[torch.Tensor]) -> str:
-    """One hash for all of them."""
+    """Return one hash of all tensors."""
     return digest(np.concatenate([tensor.detach().double().numpy().ravel() for tensor in tensors]))
 
 
 class TorchLesson(Lesson):
-    """As a careful user writes it."""
+    """A training run as a careful user of PyTorch writes it."""
 
     def __init__(self, seed: int, *, workers: int = 0) -> None:
         # Not above: holdfast's lesson shares the rest, where torchdata need not be installed.

@@ -11,11 +11,21 @@ import keras  # type: ignore[import-not-found]
 import numpy as np
 import tensorflow as tf  # type: ignore[import-untyped]
 
-from holdfast.study.adapters.base import BATCH, STATES, Adapter, Arrays, Format, Lesson, Shapes, Training, Wait
+from holdfast.study.adapters.base import (
+    BATCH,
+    STATES,
+    Adapter,
+    Arrays,
+    Lesson,
+    ModelInTraining,
+    SaveFormat,
+    Shapes,
+    Wait,
+)
 from holdfast.study.adapters.tensorflow_lesson import PARTS, VARIANTS, TensorflowLesson
 
-CHECKPOINT = Format(name="tf.train.Checkpoint")
-KERAS = Format(name="keras", suffix=".keras")
+CHECKPOINT = SaveFormat(name="tf.train.Checkpoint")
+KERAS = SaveFormat(name="keras", suffix=".keras")
 
 
 @keras.saving.register_keras_serializable("holdfast")
@@ -32,7 +42,7 @@ class Weights(keras.Model):
         return {**super().get_config(), "shapes": [[name, list(shape)] for name, shape in self.shapes]}
 
     def call(self, x: Any) -> Any:
-        """The loss of ``base.Training``."""
+        """Return the loss that ``base.ModelInTraining`` describes."""
         losses = []
         for tensor in self.tensors:
             if len(tensor.shape) == 1:
@@ -43,7 +53,7 @@ class Weights(keras.Model):
         return tf.add_n(losses)
 
 
-class TensorflowTraining(Training):
+class TensorflowTraining(ModelInTraining):
     usual_format = CHECKPOINT
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
@@ -92,8 +102,11 @@ class TensorflowTraining(Training):
             self._checkpoint.read(str(path)).assert_consumed()
 
     def _take(self, other: Any) -> None:
-        """A ``.keras`` file gives a model of its own, and its user goes on with that one. Here it hands over its
-        tensors, which copies nothing: a step compiled anew for every load would hold on to the model before it."""
+        """Take over the tensors of the model that a ``.keras`` file gives.
+
+        Users would go on with the new model. Here each load would then compile a step anew, and that step would keep
+        the model before it in memory.
+        """
         for mine, theirs in zip(_state(self._model), _state(other), strict=True):
             mine.assign(theirs)
 
@@ -113,7 +126,7 @@ class Tensorflow(Adapter):
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("tensorflow-cpu", "keras", "h5py", "numpy")}
 
-    def make(self, shapes: Shapes, seed: int) -> Training:
+    def make(self, shapes: Shapes, seed: int) -> ModelInTraining:
         return TensorflowTraining(shapes, seed)
 
     def lesson(self, seed: int, variant: str = "") -> Lesson:

@@ -15,16 +15,18 @@ import keras  # type: ignore[import-not-found]
 import numpy as np
 import tensorflow as tf  # type: ignore[import-untyped]
 
-from holdfast.study.adapters.base import BATCH, EPOCH, STEPS, Lesson, Part, bits, digest
+from holdfast.study.adapters.base import BATCH, EPOCH, STEPS, Lesson, StatePart, bits, digest
 
 PARTS = (
-    Part(name="model", what="tf.train.Checkpoint(model=model)"),
-    Part(name="optimizer", what="optimizer.variables: Adam's averages, and the step that the learning rate falls with"),
-    Part(name="average", what="the average of the weights"),
-    Part(name="loader", what="tf.train.Checkpoint(iterator=iter(dataset))"),
-    Part(name="dropout", what="layer.seed_generator.state, which a model's checkpoint leaves out"),
-    Part(name="numpy rng", what="numpy.random.get_state()"),
-    Part(name="python rng", what="random.getstate()"),
+    StatePart(name="model", what="tf.train.Checkpoint(model=model)"),
+    StatePart(
+        name="optimizer", what="optimizer.variables: Adam's averages, and the step that the learning rate falls with"
+    ),
+    StatePart(name="average", what="the average of the weights"),
+    StatePart(name="loader", what="tf.train.Checkpoint(iterator=iter(dataset))"),
+    StatePart(name="dropout", what="layer.seed_generator.state, which a model's checkpoint leaves out"),
+    StatePart(name="numpy rng", what="numpy.random.get_state()"),
+    StatePart(name="python rng", what="random.getstate()"),
 )
 IN_PIPELINE = "random map in tf.data"
 VARIANTS = ("", IN_PIPELINE)
@@ -72,8 +74,11 @@ class TensorflowLesson(Lesson):
         return {name: digest(np.concatenate([np.ravel(each) for each in found[name]])) for name in found}
 
     def _tracked(self, parts: frozenset[str]) -> Any:
-        """What TensorFlow saves itself. An optimizer's own checkpoint would hold the model's weights too, and a lost
-        model would not be noticed: so its variables alone."""
+        """Return the parts that TensorFlow saves itself, as one checkpoint.
+
+        Of the optimizer only its variables: its own checkpoint would hold the model's weights too, and a model that
+        was left out would not be noticed.
+        """
         found = {
             "model": self._model,
             "optimizer": self._optimizer.variables,
@@ -114,7 +119,7 @@ def _net() -> Any:
 
 
 def _dataset(seed: int, variant: str) -> Any:
-    """Images in another order every epoch. TensorFlow refuses to save an iterator with a random operation in it."""
+    """Return images in another order every epoch; the variant has a random operation, which no iterator can save."""
     source = np.random.default_rng(seed)
     rows = EPOCH * BATCH
     images = source.standard_normal((rows, SIZE, SIZE, 1), np.float32)
@@ -126,6 +131,6 @@ def _dataset(seed: int, variant: str) -> Any:
 
 
 def _augment(images: Any) -> Any:
-    """Noise, and half of the batches the other way round."""
+    """Add noise to a batch, and mirror half of all batches."""
     images = images + np.random.normal(0, 0.1, images.shape).astype(np.float32)
     return images[:, :, ::-1] if random.random() < 0.5 else images

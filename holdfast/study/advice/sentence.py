@@ -1,4 +1,4 @@
-"""One piece of advice."""
+"""A piece of advice: the type that all themes return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.study.rows import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """``rests_on``: the rows whose numbers it names or weighs."""
+    """A sentence of advice on an axis. ``rests_on``: the rows whose numbers it names or weighs; at least one."""
 
     axis: str
     sentence: str
@@ -21,5 +21,6 @@ class Advice:
         assert self.rests_on, f"nothing to rest on: {self.sentence}"
 
     def to_json(self) -> dict[str, Any]:
+        """Return it as ``report.json`` has it, with ids in place of rows."""
         ids = dict.fromkeys(str(row["id"]) for row in self.rests_on)
         return {"axis": self.axis, "sentence": self.sentence, "rests_on": list(ids)}

@@ -1,1 +1,1 @@
-"""What runs in a framework's own interpreter: standard library, numpy and that framework, nothing else."""
+"""Code that runs in a framework's own interpreter; it may import the standard library, numpy and that framework."""

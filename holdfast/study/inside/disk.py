@@ -1,6 +1,6 @@
-"""Files as the study needs them: away, on the disk, out of the cache; and what a process has taken and written.
+"""Control of files (remove, sync, drop from the cache), and counters of memory and of written bytes.
 
-Every checkpoint has a folder of its own, whatever its format makes of the path that it is given there.
+Every checkpoint has a folder of its own, in which a format may make a file or a folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MEMORY = Path("/dev/shm")  # a file system without a disk below it
 
 
 def memory_of(pid: int) -> Path:
-    """A process' folder there, whoever removes it."""
+    """Return a process's own folder in memory."""
     return MEMORY / f"holdfast-study-{pid}"
 
 
 def empty(folder: Path) -> None:
-    """The folder is there and has nothing in it, and the disk has nothing else to do."""
+    """Make an empty folder, and wait until the disk has nothing else to do."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()
@@ -41,7 +41,7 @@ class _Pages(ctypes.Structure):
 
 
 def unwritten(folder: Path) -> int | None:
-    """Bytes of its files that the kernel has not handed to the disk yet; None where it does not tell (Linux < 6.5)."""
+    """Return the bytes that the kernel has not handed to the disk yet; None before Linux 6.5, which cannot tell."""
     libc, total = ctypes.CDLL(None, use_errno=True), 0
     for each in files_of(folder):
         fd, pages = os.open(each, os.O_RDONLY), _Pages()
@@ -55,7 +55,7 @@ def unwritten(folder: Path) -> int | None:
 
 
 class Peak:
-    """How far this process's memory has risen above where it was; None where the kernel does not tell."""
+    """The rise of this process's memory since this object was made."""
 
     def __init__(self) -> None:
         try:
@@ -69,6 +69,7 @@ class Peak:
             self._before = None
 
     def bytes(self) -> int | None:
+        """Return the rise in bytes; None if the kernel does not tell."""
         high = _status("VmHWM")
         return None if self._before is None or high is None else max(0, high - self._before)
 
@@ -82,7 +83,7 @@ def _status(name: str) -> int | None:
 
 
 def written() -> int:
-    """Bytes that this process has handed to the kernel so far."""
+    """Return the bytes that this process has handed to the kernel so far."""
     found = re.search(r"wchar: (\d+)", Path("/proc/self/io").read_text())
     if found is None:
         raise RuntimeError("the kernel does not count what is written")

@@ -1,6 +1,6 @@
-"""Answers the study's requests, one JSON object a line: ``{"op": "save", …}`` is answered by ``{"ok": …}``.
+"""Server of the study's requests, one JSON object a line: ``{"op": "save", …}`` is answered by ``{"ok": …}``.
 
-What a framework prints goes to stderr, so that it cannot be taken for an answer.
+Output of the framework goes to stderr, so that it cannot be taken for an answer.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
-from holdfast.study.inside import crash, lesson, ranks, save
+from holdfast.study.inside import killed_saves, operations
 from holdfast.study.inside.session import Session
 
 Operation = Callable[..., dict[str, Any]]
 
 
 def serve(framework: str) -> None:
-    """Until the study closes the pipe."""
+    """Answer requests on stdin until the study closes the pipe."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     _answer_all(Session(framework), sys.stdin, answers)
@@ -42,7 +42,7 @@ def _answer_all(session: Session, requests: IO[str], answers: IO[str]) -> None:
 
 
 def hello(session: Session) -> dict[str, Any]:
-    """Which framework this is, and what it can do."""
+    """Return the framework's versions, formats, strategies and parts."""
     adapter = session.adapter
     return {
         "versions": adapter.versions(),
@@ -56,9 +56,9 @@ def hello(session: Session) -> dict[str, Any]:
 
 
 def fork(session: Session, *, address: str, log: str) -> dict[str, Any]:
-    """Another process like this one, without the seconds that an import takes; it answers at that socket.
+    """Fork this process, which saves the seconds of an import; the fork answers at the socket ``address``.
 
-    This process must not have made a model itself: no framework bears a fork once its threads run, all do before.
+    This process must not have made a model itself: frameworks survive a fork only before their threads run.
     """
     pid = os.fork()
     if pid == 0:
@@ -86,25 +86,25 @@ def _go_on_as_fork(session: Session, address: str, log: str) -> NoReturn:
 
 
 def ended(session: Session, *, pid: int, wait: bool) -> dict[str, Any]:
-    """How a fork has ended: its exit code, a signal's number below zero, or None if it has not."""
+    """Return how a fork has ended: its exit code, a signal's number below zero, or None if it still runs."""
     found, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     return {"code": os.waitstatus_to_exitcode(status) if found else None}
 
 
 OPERATIONS: dict[str, Operation] = {
     "hello": hello,
-    "make": save.make,
-    "drop": save.drop,
-    "save": save.save,
-    "load": save.load,
-    "beside": save.beside,
-    "join": ranks.join,
-    "save_ranked": ranks.save_ranked,
-    "train": lesson.train,
-    "doom": crash.doom,
-    "overwrite": crash.overwrite,
-    "versions_of": crash.versions_of,
-    "look": crash.look,
+    "make": operations.make,
+    "drop": operations.drop,
+    "save": operations.save,
+    "load": operations.load,
+    "beside": operations.beside,
+    "join": operations.join,
+    "save_ranked": operations.save_ranked,
+    "train": operations.train,
+    "doom": killed_saves.doom,
+    "overwrite": killed_saves.overwrite,
+    "versions_of": killed_saves.versions_of,
+    "look": killed_saves.look,
     "fork": fork,
     "ended": ended,
 }

@@ -1,4 +1,4 @@
-"""The look of the study's pictures."""
+"""Style and common elements of the study's pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.study.rows import Row
 
 WIDTH, DPI = 5.5, 180  # inches: a phone shows it at about 70 pixels to the inch
 DARK, BLUE, SAND, GREY, RED = "#16324f", "#5aa0e0", "#f6c58f", "#c9d2db", "#d62839"
-STEPS = (1, 2, 5, 10)  # of ticks: people read these best
+STEPS = (1, 2, 5, 10)  # steps of ticks: people read these best
 STYLE: Any = {
     "font.size": 10.5,
     "axes.spines.top": False,
@@ -34,12 +34,15 @@ STYLE: Any = {
     "legend.frameon": False,
     "hatch.linewidth": 0.7,
 }
-Entry = tuple[str, Row | None]  # a label, and what it stands for; None: a heading
+Entry = tuple[str, Row | None]  # a label and its row; a heading has None
 
 
 @contextmanager
 def sheet(path: Path, heights: Sequence[float], *, columns: int = 1, room: float = 0.0) -> Iterator[list[Axes]]:
-    """Panels below (and beside) each other, saved at the end; ``room``: inches for what is around them."""
+    """Make panels of these heights (inches) below and beside each other, and save them at the end.
+
+    ``room``: inches for legends and titles around them.
+    """
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
             len(heights),
@@ -58,14 +61,14 @@ def sheet(path: Path, heights: Sequence[float], *, columns: int = 1, room: float
 
 
 def entitle(axes: Axes, title: str, key: str = "") -> None:
-    """A title above everything, and below it how to read the picture; both begin at the left edge."""
+    """Set the title above everything and, at the bottom, how to read the picture; both at the left edge."""
     axes.figure.suptitle(fill(title, 52), x=0.01, ha="left", fontsize=12, fontweight="bold")
     if key:
         axes.figure.supxlabel(key, x=0.01, ha="left", fontsize=9.5)
 
 
 def headed(rows: Sequence[Row], key: str = "format") -> list[Entry]:
-    """A heading for each framework, with its formats below.
+    """Return a heading for each framework, with its formats below.
 
     >>> headed([{"framework": "jax", "format": "orbax"}, {"framework": "jax", "format": "orbax"}])
     [('jax', None), ('orbax', {'framework': 'jax', 'format': 'orbax'})]
@@ -82,7 +85,7 @@ def headed(rows: Sequence[Row], key: str = "format") -> list[Entry]:
 
 
 def label_lines(axes: Axes, entries: Sequence[Entry]) -> None:
-    """The labels of such a list, from the top."""
+    """Write the labels of entries at the left, from the top."""
     axes.set_yticks(range(len(entries)), [shortened(label) for label, _ in entries])
     for tick, (_, row) in zip(axes.get_yticklabels(), entries, strict=True):
         tick.set_fontweight("normal" if row else "bold")
@@ -91,8 +94,9 @@ def label_lines(axes: Axes, entries: Sequence[Entry]) -> None:
 
 
 def log_ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Round numbers for a logarithmic axis, few enough that their texts stay apart, yet two where there is room for it:
-    powers of ten alone would leave a short axis without a number.
+    """Return at most ``most`` round numbers for the ticks of a logarithmic axis.
+
+    Powers of ten alone would leave a short axis without a number, so steps of 1, 2, 5 are tried first.
 
     >>> log_ticks(0.06, 0.7), log_ticks(0.001, 2.0, most=3)
     ([0.1, 0.2, 0.5], [0.001, 0.1])
@@ -108,7 +112,7 @@ def log_ticks(low: float, high: float, most: int = 4) -> list[float]:
 
 
 def shortened(text: str, most: int = 24) -> str:
-    """A label that leaves room for what it labels. A dollar sign would begin a formula.
+    """Return a label of at most ``most`` letters, with dollar signs escaped: they would begin a formula.
 
     >>> shortened("a" * 30, 4), shortened("x$y")
     ('aaa…', 'x\\\\$y')

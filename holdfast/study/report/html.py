@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from holdfast.study.report.tables import Cell, Table
+from holdfast.study.report.report_tables import ReportCell, ReportTable
 from holdfast.study.rows import Results
 
-WIDE = 10  # columns: a page in print is turned for more
+WIDE = 10  # most columns of a table on an upright page in print
 STYLE = """
 :root { color-scheme: light dark; --ink: #16222e; --paper: #fff; --soft: #5b6875; --line: #d5dce3; --band: #f3f6f9;
   --mark: #fff3c4; --link: #1d5fa5; }
@@ -46,9 +46,16 @@ figure { margin: 1rem 0; } img { max-width: 100%; width: 34rem; height: auto; ba
 
 
 def page(
-    results: Results, found: Sequence[Table], numbers: Mapping[str, int], pictures: Mapping[str, tuple[Path, str]]
+    results: Results, found: Sequence[ReportTable], numbers: Mapping[str, int], pictures: Mapping[str, tuple[Path, str]]
 ) -> str:
-    """``pictures``: by the key of the table that they belong to, with what they show."""
+    """Return the page.
+
+    Args:
+        results: of the study.
+        found: its tables.
+        numbers: of rows, by their id.
+        pictures: files and descriptions, by the key of their table.
+    """
     title = "Checkpoint-restart on this machine"
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -68,7 +75,7 @@ def page(
     return "\n".join([*parts, "</body>\n</html>\n"])
 
 
-def _menu(found: Sequence[Table], advised: bool) -> Iterator[str]:
+def _menu(found: Sequence[ReportTable], advised: bool) -> Iterator[str]:
     entries = [("advice", "Advice")] if advised else []
     entries += [(table.key, table.title) for table in found]
     yield "<nav>" + "\n".join(f'<a href="#{escape(key)}">{escape(title)}</a>' for key, title in entries) + "</nav>"
@@ -93,7 +100,7 @@ def _figure(picture: tuple[Path, str] | None) -> Iterator[str]:
         yield f'<figure><img src="data:image/png;base64,{data}" alt="{escape(shows)}"></figure>'
 
 
-def _table(table: Table, numbers: Mapping[str, int]) -> Iterator[str]:
+def _table(table: ReportTable, numbers: Mapping[str, int]) -> Iterator[str]:
     numeric = [name.startswith(">") for name in table.columns]
     kind = "scroll wide" if len(table.columns) > WIDE else "scroll"
     yield f'<div class="{kind}" tabindex="0" role="region" aria-label="{escape(table.title)}">\n<table>\n<thead><tr>'
@@ -108,7 +115,7 @@ def _table(table: Table, numbers: Mapping[str, int]) -> Iterator[str]:
     yield "</tbody>\n</table>\n</div>"
 
 
-def _cell(cell: Cell, numbers: Mapping[str, int], right: bool, span: int = 1) -> str:
+def _cell(cell: ReportCell, numbers: Mapping[str, int], right: bool, span: int = 1) -> str:
     wide = f' colspan="{span}"' if span > 1 else ""
     if not cell.row:
         return f"<td{wide}{_number(right)}>{escape(cell.text)}</td>"

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from holdfast.study.report.tables import Cell, Table
+from holdfast.study.report.report_tables import ReportCell, ReportTable
 from holdfast.study.rows import Results
 from holdfast.words import ranges_text
 
 
 def document(
-    results: Results, found: Sequence[Table], numbers: Mapping[str, int], pictures: Mapping[str, tuple[Path, str]]
+    results: Results, found: Sequence[ReportTable], numbers: Mapping[str, int], pictures: Mapping[str, tuple[Path, str]]
 ) -> str:
-    """``pictures``: by the key of the table that they belong to, with what they show."""
+    """Return the document; the arguments are those of ``html.page``."""
     lines = [
         "# Checkpoint-restart on this machine",
         "",
@@ -38,7 +38,7 @@ def _picture(picture: tuple[Path, str] | None) -> list[str]:
     return ["", f"![{plain(picture[1])}]({picture[0].name})"] if picture is not None else []
 
 
-def _table(table: Table, numbers: Mapping[str, int]) -> Iterator[str]:
+def _table(table: ReportTable, numbers: Mapping[str, int]) -> Iterator[str]:
     yield f"| {' | '.join(plain(name.removeprefix('>')) for name in table.columns)} |"
     yield f"|{'|'.join('---:' if name.startswith('>') else '---' for name in table.columns)}|"
     for line in table.lines:
@@ -47,7 +47,7 @@ def _table(table: Table, numbers: Mapping[str, int]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _cell(cell: Cell, numbers: Mapping[str, int]) -> str:
+def _cell(cell: ReportCell, numbers: Mapping[str, int]) -> str:
     text = plain(cell.text)
     if not cell.row:
         return text
@@ -55,7 +55,7 @@ def _cell(cell: Cell, numbers: Mapping[str, int]) -> str:
 
 
 def plain(text: str) -> str:
-    """A text that Markdown leaves as it is, in one line.
+    """Return a text in one line, escaped so that Markdown shows it as it is.
 
     >>> print(plain("a|b *c* <d>"))
     a\\|b \\*c\\* &lt;d&gt;

@@ -20,8 +20,8 @@ import pytest
 from holdfast.measuring import free_port
 from holdfast.study.adapters.base import EVERY_RANK, SAVES, STATES, STEPS
 from holdfast.study.inside.disk import files_of
+from holdfast.study.models import elements, lenet
 from holdfast.study.process import Failed, Process
-from holdfast.study.shapes import elements, lenet
 
 SHAPES = list(lenet())
 RAW = 2 * 4 * elements(lenet())  # weights and momentum
@@ -33,7 +33,7 @@ AT_ONCE = 2  # processes that train a lesson at the same time
 
 
 def check_saves(process: Process, folder: Path) -> None:
-    """All that is asked of a ``Training``, for every format."""
+    """All that is asked of a ``ModelInTraining``, for every format."""
     hello = check_hello(process)
     check_made(process)
     for number, form in enumerate(hello["formats"]):
@@ -55,7 +55,7 @@ def check_hello(process: Process) -> dict[str, Any]:
 
 
 def check_made(process: Process) -> None:
-    """It has the shapes' bytes, and the loss of its first step is the one that base.Training describes.
+    """It has the shapes' bytes, and the loss of its first step is the one that base.ModelInTraining describes.
 
     ``reset`` gives weights a deviation of 0.05; x is standard normal.
     """
