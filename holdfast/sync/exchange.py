@@ -93,7 +93,7 @@ class Averaging:
         return self._means
 
     def abandon(self) -> None:
-        """After the peers broke: wait until the exchange has ended too."""
+        """Wait until the exchange has ended. It is for peers that broke: else ``finish`` waits."""
         self._join()
 
     def _join(self) -> None:
@@ -243,7 +243,7 @@ class Ballots:
             self._arrived += 1
 
     def abandon(self) -> None:
-        """After the peers broke: forget all open ballots. That cancels their receives."""
+        """Forget all open ballots, because the peers broke. That cancels their receives."""
         self._open.clear()
         self._kept.clear()
 

@@ -168,7 +168,7 @@ class RunTraining:
     # --- a step ----------------------------------------------------------------------------------
 
     def next_step(self, together: Operation, number: int) -> tuple[float, Report]:
-        """Makes step ``number``; returns its loss and what became of the policy's decision.
+        """Make step ``number``; return its loss and the report of what the policy decided.
 
         ``together`` is the step as an operation of all workers, for the case that the policy wants it so.
         """
@@ -202,7 +202,7 @@ class RunTraining:
             self._write_event(report)
 
     def _update(self, number: int) -> Report | None:
-        """Returns once this replica has made the step; a report if gradients were averaged for it."""
+        """Make the step, whatever breaks. Return a report if gradients were averaged for it."""
         report = None
         while self.step == number:
             if self._driver.is_due:
@@ -224,7 +224,7 @@ class RunTraining:
         self._between()
 
     def _try(self, number: int) -> Decision | None:
-        """Computes and updates; if gradients are to be averaged first, returns that decision instead of updating."""
+        """Compute and update; if gradients are to be averaged first, return that decision instead."""
         group = self._cohort.group
         assert group is not None
         if not self._driver.catching_up:  # else all are about to meet

@@ -167,7 +167,7 @@ def test_an_average_of_gradients_is_a_meeting_if_the_peers_have_changed() -> Non
 
 
 def test_an_operation_can_be_attempted_again() -> None:
-    """As after a vote that broke: the first attempt leaves nothing behind but its bytes."""
+    """A first attempt, whose vote broke, leaves nothing behind but its bytes."""
 
     def work(group: Any) -> tuple[list[float], int, int]:
         owner = Owner(LocalSGD(every=9), group)

@@ -1,4 +1,4 @@
-"""What a loop must keep equal beside parameters, and what users do with them in the middle."""
+"""State that a loop must keep equal beside parameters: statistics, optimizer state, clipped gradients, totals."""
 
 from __future__ import annotations
 
