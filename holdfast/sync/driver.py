@@ -88,7 +88,7 @@ class Driver:
     # --- peers -----------------------------------------------------------------------------------
 
     def enter(self, peers: Peers, *, meet_at: int | None) -> None:
-        """Goes on with other peers. What was under way with the old ones is given up.
+        """Go on with other peers. Everything under way with the old ones is given up.
 
         ``meet_at``: the step at which all meet; None: replicas are equal. Pushed updates stay until then: of a lost
         replica they may be the only ones.
@@ -114,7 +114,7 @@ class Driver:
     # --- a step apart ----------------------------------------------------------------------------
 
     def before_update(self) -> Decision | None:
-        """With this replica's own gradients: tells the others what the policy looks at.
+        """Cast this replica's ballot. The owner calls it when the replica's own gradients are there.
 
         Returns the decision if the policy averages gradients, which comes before the update; None: it is made after.
         """
@@ -130,7 +130,7 @@ class Driver:
         return self._about_gradients
 
     def after_update(self) -> Decision | None:
-        """After this replica's update: pushes it, and decides. Starts an exchange that is to run beside next steps."""
+        """Push this replica's update, and decide. Starts an exchange that is to run beside the next steps."""
         self._pushed = self._push()
         if self.catching_up:
             return None
@@ -144,7 +144,7 @@ class Driver:
         return decision
 
     def act(self, decision: Decision | None) -> Report:
-        """Does what ``after_update`` has decided, and tells what became of the step."""
+        """Do what ``after_update`` has decided; return the report of the step."""
         if self.is_due:
             return self.meet(CHANGED)
         if decision is None:
@@ -156,26 +156,26 @@ class Driver:
         return report_of(decision, False, BESIDE if under_way else None, sent=self._pushed)
 
     def made_together(self) -> None:
-        """All have made a step with the mean of their gradients: replicas are equal."""
+        """Note that all have made a step with the mean of their gradients: replicas are equal."""
         self._meet_at = None
         self.replica.begin(self.step)
 
     def count(self, report: Report, *, step: bool = True) -> None:
-        """Adds a step to the totals, or a meeting without one."""
+        """Add a step to the totals, or a meeting without one."""
         self.totals.count(report, sent=self._owner.sent, step=step)
 
     # --- meetings --------------------------------------------------------------------------------
 
     def meet(self, decision: Decision, *, full: bool = False) -> Report:
-        """All replicas become their mean, here and now. ``full``: with optimizer state and what the policy knows."""
+        """Replace all replicas by their mean, now. ``full``: also optimizer state and the tracker's state."""
         meeting = Meeting(self, self._owner, full=full)
         spread = self._owner.commit(meeting)
         return report_of(decision, True, distance=math.sqrt(max(spread, 0.0)), sent=meeting.sent)
 
     def average_gradients(self, decision: Decision) -> Report | None:
-        """The mean of the gradients becomes everybody's; replicas stay as far apart as they are.
+        """Replace the gradients of all replicas by their mean; parameters stay different.
 
-        None: the peers have changed, and all have met instead. The step is still to be made.
+        Returns None if the peers have changed and all have met instead. Then the step is still to be made.
         """
         average = GradientAverage(self, self._owner)
         self._owner.commit(average)
@@ -184,12 +184,12 @@ class Driver:
     def averaging(
         self, peers: Peers, contribution: list[torch.Tensor], *, full: bool = False, beside: bool = False
     ) -> Averaging:
-        """Starts an average of contributions. In a full one every replica counts the same."""
+        """Start an average of contributions. In a full one every replica counts the same."""
         shares = None if full else self.policy.shares(self.step, peers.size, self.replica.context)
         return Averaging(peers, contribution, shares, beside=beside)
 
     def adopt(self, mean: list[torch.Tensor], *, full: bool, since: list[torch.Tensor] | None) -> None:
-        """The mean of a meeting becomes this replica's, and the replica is in touch again."""
+        """Take over the mean of a meeting. The replica is in touch again."""
         self.replica.adopt(self.step, mean, full=full, since=since)
         self.pending = self.pushes = self._pushed_among = self._meet_at = None
         self._owner.adopted(full=full, equal=since is None)
@@ -205,7 +205,7 @@ class Driver:
     # --- pushed updates: SSP ---------------------------------------------------------------------
 
     def _begin_pushing(self) -> None:
-        """From this update on, updates are added up and told to the others."""
+        """Start to add up updates and to send them to the others, with the next update."""
         if isinstance(self.policy, SSP) and self.pushes is None and self._peers.size > 1:
             self.pushes = Pushes(self._peers, self.replica.parameters, staleness=self.policy.staleness)
             self._pushed_among = self._peers
@@ -213,7 +213,7 @@ class Driver:
                 self.pushes.abandon()  # nobody listens until all have met
 
     def _push(self) -> int:
-        """Returns how many bytes were sent."""
+        """Send this replica's update; return the number of bytes sent. While catching up, only add it up."""
         pushed = 0
         if self.pushes is not None and self.catching_up:
             self.pushes.fold()
@@ -223,9 +223,9 @@ class Driver:
         return pushed
 
     def gather_pushes(self, peers: Peers) -> None:
-        """Before a meeting: this replica's parameters become what it adds to the mean.
+        """Set this replica's parameters to its contribution to a meeting.
 
-        That is what it has pushed itself, and the updates of lost replicas of which it has heard most.
+        That is the sum of its own updates, and of those of lost replicas of which it has heard most.
         """
         if self.pushes is not None:
             self.pushes.close()

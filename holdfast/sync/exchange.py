@@ -94,7 +94,7 @@ class Averaging:
         return self._means
 
     def abandon(self) -> None:
-        """After the peers broke: wait until the exchange has ended too."""
+        """Wait until the exchange has ended. It is for peers that broke: else ``finish`` waits."""
         self._join()
 
     def _join(self) -> None:
@@ -244,7 +244,7 @@ class Ballots:
             self._arrived += 1
 
     def abandon(self) -> None:
-        """After the peers broke: forget all open ballots. That cancels their receives."""
+        """Forget all open ballots, because the peers broke. That cancels their receives."""
         self._open.clear()
         self._kept.clear()
 

@@ -172,7 +172,7 @@ class LoopTraining:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Before the update, with this replica's gradients: decide once a step, and average gradients that are new."""
+        """Decide about this replica's gradients, once a step, and average gradients that are new."""
         if self._are_clipped():
             return
         if any(parameter.requires_grad for parameter in self._frozen):
@@ -184,7 +184,7 @@ class LoopTraining:
             self._averaged = self._driver.average_gradients(self._decision)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """After the update: do what the policy decides, and report."""
+        """Do what the policy decides after the update, and report."""
         together = self._policy.together(self.step)
         self._step += 1
         report, self._averaged, self._clipped = self._averaged, None, None
@@ -201,7 +201,7 @@ class LoopTraining:
 
     @property
     def step(self) -> int:
-        """How many steps this replica has made."""
+        """Number of steps that this replica has made."""
         return self._step
 
     @property

@@ -34,7 +34,7 @@ class Meeting:
 
     def attempt(self, group: Peers) -> list[float]:
         driver = self._driver
-        driver.ballots.drop()  # they are of before
+        driver.ballots.drop()  # they are about parameters that are replaced now
         # Replicas that come from another generation must send the same as those that were in the middle of a meeting.
         full = self._everything = self._full or driver.catching_up
         self._owner.agree(group, full=full)
@@ -42,11 +42,13 @@ class Meeting:
         if pending is not None:
             mean = self._finish(pending.averaging)
             contribution = self._since = pending.snapshot
-        if pending is None or full or pending.due != self.step:  # asked for at another time: what was found is old
+        if pending is None or full or pending.due != self.step:  # not due: its result is too old
             contribution, self._since = driver.replica.contribution(full=full), None
-            if isinstance(driver.policy, SSP):
+            given = contribution
+            if isinstance(driver.policy, SSP):  # updates are added up, so this replica gives others than its parameters
                 driver.gather_pushes(group)
-            averaging = driver.averaging(group, driver.replica.contribution(full=full), full=full)
+                given = driver.replica.contribution(full=full)
+            averaging = driver.averaging(group, given, full=full)
             faults.point("average")
             mean = self._finish(averaging)
         faults.point("averaged")

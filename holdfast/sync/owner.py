@@ -20,40 +20,40 @@ class SyncOperation(Protocol):
         """How many steps the replicas have made before it."""
 
     def attempt(self, group: Peers) -> list[float]:
-        """Exchanges; changes nothing that lasts. Returns values that are to be added up over all replicas."""
+        """Exchange, and change nothing that lasts. Return values that are to be added up over all replicas."""
 
     def apply(self, value: float) -> None:
-        """Makes the result of the last attempt this replica's. ``value`` is the sum of all replicas' values."""
+        """Make the result of the last attempt this replica's. ``value`` is the sum of all replicas' values."""
 
     def drop(self) -> None:
-        """Forgets the result of the last attempt."""
+        """Forget the result of the last attempt."""
 
 
 class Owner(Protocol):
-    """What a driver needs from the training that it is part of."""
+    """The training that a driver is part of, as the driver needs it."""
 
     @property
     def step(self) -> int:
-        """How many steps this replica has made."""
+        """Number of steps that this replica has made."""
 
     @property
     def sent(self) -> int:
         """Bytes that this replica has sent so far, for whatever reason: for the totals."""
 
     def commit(self, operation: SyncOperation) -> float:
-        """Carries an operation through on all replicas; returns the sum of everybody's values."""
+        """Carry an operation through on all replicas; return the sum of everybody's values."""
 
     def agree(self, peers: Peers, *, full: bool) -> None:
-        """Raises ``UsageError`` if replicas would send different tensors: Gloo ends the process if sizes differ."""
+        """Raise ``UsageError`` if replicas would send different tensors: Gloo ends the process if sizes differ."""
 
     def adopted(self, *, full: bool, equal: bool) -> None:
-        """This replica has adopted a mean. ``equal``: replicas have not gone on since it was begun."""
+        """Note that this replica has adopted a mean. ``equal``: replicas have not gone on since it was begun."""
 
     def gradients_averaged(self) -> None:
-        """The mean of the gradients is in place: the update may be made."""
+        """Note that the mean of the gradients is in place: the update may be made."""
 
     def inherited(self, peers: Peers, pushed_among: Peers | None, heard: Mapping[int, int]) -> list[int]:
-        """After a loss: the ranks in ``pushed_among`` that are lost and whose updates this replica adds to the mean.
+        """Return the lost ranks in ``pushed_among`` whose updates this replica adds to the mean, after a loss.
 
         ``heard``: how many updates of each rank have come here. All replicas call it at the same point.
         """

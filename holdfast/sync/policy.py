@@ -103,7 +103,7 @@ class Policy(ABC):
 
     @property
     def aggregate(self) -> Literal["parameters", "gradients"]:
-        """What is averaged in a synchronisation: parameters after the update, or gradients before it."""
+        """The tensors that a synchronisation averages: parameters after the update, or gradients before it."""
         return "parameters"
 
     def together(self, step: int) -> bool:

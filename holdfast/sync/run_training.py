@@ -208,7 +208,7 @@ class RunTraining:
             self._write_event(report)
 
     def _update(self, number: int) -> Report | None:
-        """Returns once this replica has made the step; a report if gradients were averaged for it."""
+        """Make the step, whatever breaks. Return a report if gradients were averaged for it."""
         report = None
         while self.step == number:
             if self._driver.is_due:
@@ -230,7 +230,7 @@ class RunTraining:
         self._between()
 
     def _try(self, number: int) -> Decision | None:
-        """Computes and updates; if gradients are to be averaged first, returns that decision instead of updating."""
+        """Compute and update; if gradients are to be averaged first, return that decision instead."""
         group = self._cohort.group
         assert group is not None
         if not self._driver.catching_up:  # else all are about to meet

@@ -117,7 +117,7 @@ class Pushes:
         return update
 
     def exchange(self) -> int:
-        """After an update: send it, add the updates that have come, and wait for replicas that are too far behind.
+        """Send the newest update, add the updates that have come, and wait for replicas that are too far behind.
 
         Return the number of bytes sent.
         """
@@ -170,7 +170,7 @@ class Pushes:
     # --- meetings --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Before a meeting: wait for all updates that are under way, unless the peers broke."""
+        """Wait for all updates that are under way, unless the peers broke. It comes before a meeting."""
         if not self._closed:
             self._closed = True
             try:
@@ -183,7 +183,7 @@ class Pushes:
                     self._peers.keep(works)
 
     def abandon(self) -> None:
-        """After the peers broke: updates are still added up here, but are sent to no one."""
+        """Stop to send updates, because the peers broke. They are still added up here."""
         if not self._closed:
             self._closed = True
             for peer in self._peer.values():

@@ -174,7 +174,7 @@ def test_training_goes_on_beside_it() -> None:
 
 
 def test_a_negative_control_that_values_must_be_left_alone() -> None:
-    """What is sent is read late: memory that training still writes would give another mean."""
+    """Sent memory is read late: if training still wrote to it, the mean would be another."""
 
     def work(group: MemoryGroup) -> float:
         parameter = torch.full((10,), float(group.rank))

@@ -1,4 +1,4 @@
-"""What a loop must keep equal beside parameters, and what users do with them in the middle."""
+"""State that a loop must keep equal beside parameters: statistics, optimizer state, clipped gradients, totals."""
 
 from __future__ import annotations
 
@@ -241,6 +241,12 @@ def test_pushes_are_exchanges() -> None:
         assert totals.sent >= 10 * 2 * size
         assert seen.reports[0].sent == 2 * size
         assert totals.synchronised == 1  # the end
+
+
+def test_the_distance_of_pushing_replicas_is_that_of_their_parameters() -> None:
+    """Each gives the sum of its own updates to the mean, which is far from its parameters."""
+    for seen in train(SSP(staleness=0), 6, workers=3):
+        assert seen.loop.totals.distance == pytest.approx(0, abs=1e-5)
 
 
 def test_an_average_after_a_synchronisation_is_not_another() -> None:

@@ -1,4 +1,4 @@
-"""What a replica gives and takes: every optimizer's state, an order that is the same everywhere, and DiLoCo's way."""
+"""Contributions and means: every optimizer's state, an order that is the same everywhere, and DiLoCo's outer step."""
 
 from __future__ import annotations
 

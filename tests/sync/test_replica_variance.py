@@ -23,7 +23,7 @@ def random_parameters(seed: int, scale: float = 1.0) -> list[torch.Tensor]:
 
 
 def estimate(replicas: list[list[torch.Tensor]]) -> float:
-    """As replicas find it: each has the same length from the last synchronisation, which was at the first's."""
+    """The variance that replicas compute together, after a synchronisation at the first one's parameters."""
     signals = [ReplicaVariance(delta=None) for _ in replicas]
     for signal in signals:
         signal.synchronised(replicas[0])
@@ -55,7 +55,7 @@ def test_the_estimate_is_near(by: float) -> None:
 
 
 def test_negative_control_fdas_own_estimate_is_lost_in_the_common_way() -> None:
-    """What is estimated from lengths and one sketch of the mean misses small differences after a long common way."""
+    """An estimate from lengths and one sketch of the mean misses small differences after a long common way."""
     errors = []
     for seed in range(10):
         replicas = apart(4, seed, 1e-2)

@@ -117,7 +117,7 @@ def test_negative_control_a_vote_by_the_mean_would_miss_it() -> None:
 
 
 def unequal(step: int, rank: int) -> float:
-    """As with other data on each replica: some gradients are always larger."""
+    """Gradients of replicas with different data: those of some are always larger."""
     return noisy(spread=0.2)(step, rank) * (1 + 2 * rank)
 
 
@@ -215,7 +215,7 @@ def test_forced_ones_count_and_say_why() -> None:
     ],
 )
 def test_goes_on_from_the_state_at_a_synchronisation(policy: SelSync) -> None:
-    """As after a checkpoint: new trackers that load it do what the old ones do."""
+    """New trackers that load a state, as from a checkpoint, decide like the old ones."""
     one = Cohort(policy).run(range(100), noisy())
     one._average(100, full=True)
     other = Cohort(policy)

@@ -28,7 +28,7 @@ SIGNALS: dict[str, Signal] = {
 
 
 def share(signal: Signal, target: float, *, seed: int = 0, silent: int = 0) -> float:
-    """Of synchronised steps; after each, ``silent`` steps decide nothing, as a delayed vote makes it."""
+    """The share of synchronised steps. After each, ``silent`` steps decide nothing, as with delayed votes."""
     threshold, chance, hits, last = Threshold(target), random.Random(seed), 0, 0
     for step in range(STEPS):
         value = signal(step, step - last, chance)

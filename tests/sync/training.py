@@ -50,7 +50,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Trained:
-    """What one replica has seen of a training."""
+    """Reports and weights of one replica, step by step."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
