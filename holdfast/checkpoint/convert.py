@@ -16,16 +16,25 @@ import torch
 
 from holdfast import codec
 from holdfast.checkpoint import index
-from holdfast.checkpoint.compare import flat_wants
 from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_folder, write_blocks
-from holdfast.checkpoint.facts import dicts, groups_of, refs
-from holdfast.checkpoint.formats import deepspeed_write, format_of, recognise
-from holdfast.checkpoint.formats.numbering import in_model_order
+from holdfast.checkpoint.formats import deepspeed_universal_write, format_of, recognise
 from holdfast.checkpoint.formats.output import appearing
-from holdfast.checkpoint.objects import NUMPY
-from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece, Ref, Stored, name_of, row_major, whole
-from holdfast.checkpoint.read import Want, read
-from holdfast.checkpoint.write import Array, Image
+from holdfast.checkpoint.formats.torchsave import in_model_order
+from holdfast.checkpoint.pieces import (
+    NUMPY,
+    Catalogue,
+    DataFile,
+    Piece,
+    Ref,
+    Stored,
+    TensorEntry,
+    name_of,
+    row_major,
+    whole,
+)
+from holdfast.checkpoint.safetensors_writer import Array, Image
+from holdfast.checkpoint.tensor_reader import Want, flat_wants, read
+from holdfast.checkpoint.trees import dicts, groups_of, refs
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.words import count
 
@@ -129,7 +138,7 @@ def left_behind(catalogue: Catalogue, to: str) -> list[str]:
     if to == "deepspeed-universal":
         if halves := _halves(catalogue):
             lost.append(f"the dtype of {count(len(halves), 'tensor')}, as {halves[0]} (they become float32)")
-        lost += deepspeed_write.changes(catalogue)
+        lost += deepspeed_universal_write.changes(catalogue)
     if to in ("torch", "dcp"):
         lost += _disguised(catalogue, to)
     marked = [("frozen parameter", catalogue.frozen), ("buffer", catalogue.buffers)]
@@ -164,7 +173,7 @@ def _other_keys(catalogue: Catalogue) -> list[str]:
     ]
 
 
-def written(catalogue: Catalogue, to: str) -> dict[str, Entry]:
+def written(catalogue: Catalogue, to: str) -> dict[str, TensorEntry]:
     """The tensors that will be in the new checkpoint."""
     names = {ref.name for ref in refs(catalogue.tree.get("model") if to == "hf" else catalogue.tree)}
     return {name: entry for name, entry in catalogue.tensors.items() if name in names}
@@ -191,8 +200,8 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
     tree, dropped = keepable(catalogue.tree)
     save = index.new_id()
     writer = f"holdfast ckpt convert on {socket.gethostname()}"
-    files: dict[str, File] = {}
-    tensors: dict[str, Entry] = {}
+    files: dict[str, DataFile] = {}
+    tensors: dict[str, TensorEntry] = {}
     with appearing(path) as unfinished:
         with explained(unfinished, "create"):
             unfinished.mkdir()
@@ -200,7 +209,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
             file = index.data_name(save, number)
             image, fill = _image(catalogue, names)
             sums = write_blocks(unfinished / file, image.size, fill, progress=progress)
-            files[file] = File(bytes=image.size, checksums=sums, writer=writer)
+            files[file] = DataFile(bytes=image.size, checksums=sums, writer=writer)
             tensors.update({name: _entry(catalogue.tensors[name], file, image.offsets[name]) for name in names})
         left_out = [*catalogue.details.get("left_out", ()), *dropped]
         kept = {key: catalogue.details[key] for key in ("ranks",) if key in catalogue.details}
@@ -210,10 +219,10 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
         index.commit(made, save)
 
 
-def _entry(entry: Entry, file: str, offset: int) -> Entry:
+def _entry(entry: TensorEntry, file: str, offset: int) -> TensorEntry:
     stored = Stored(file=file, offset=offset, dtype=entry.dtype, shape=entry.shape, strides=row_major(entry.shape))
     piece = Piece(box=whole(entry.shape), stored=stored)
-    return Entry(shape=entry.shape, dtype=entry.dtype, pieces=(piece,))
+    return TensorEntry(shape=entry.shape, dtype=entry.dtype, pieces=(piece,))
 
 
 def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:
@@ -237,7 +246,7 @@ def _image(catalogue: Catalogue, names: Sequence[str]) -> tuple[Image, Callable[
     """
     local = threading.local()
 
-    def array(name: str, entry: Entry) -> Array:
+    def array(name: str, entry: TensorEntry) -> Array:
         def collect(start: int, stop: int, out: Bytes) -> None:
             line = torch.from_numpy(out).view(entry.dtype)
             local.wants += flat_wants(name, entry.shape, start // entry.dtype.itemsize, line)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.checkpoint.compare import Pair, Tally, compare
+from holdfast.checkpoint.diff_tensors import Pair, Tally, compare
 from holdfast.checkpoint.disk import Progress, silent
-from holdfast.checkpoint.facts import Leaves, groups_of, leaf_name, leaves, shape_text
-from holdfast.checkpoint.pieces import Catalogue, Entry, Ref
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry
+from holdfast.checkpoint.tensor_reader import read_tensor
+from holdfast.checkpoint.trees import Leaves, groups_of, leaf_name, leaves, shape_text
 from holdfast.codec import dtype_name
 from holdfast.errors import UsageError
 
@@ -35,7 +35,7 @@ class Row:
 
 
 @dataclass(kw_only=True)
-class Difference:
+class CheckpointDiff:
     """All differences, how much is equal, and what was not compared."""
 
     rows: list[Row] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Comparison:
         tolerance: float | None = None,
     ) -> None:
         self.a, self.b, self.tolerance = a, b, tolerance
-        self.result = Difference()
+        self.result = CheckpointDiff()
         self._choose(sections)
         left = leaves({key: a.tree[key] for key in self.result.sections})
         right = leaves({key: b.tree[key] for key in self.result.sections})
@@ -99,7 +99,7 @@ class Comparison:
         """How many bytes :meth:`run` will read."""
         return sum(self.a.tensors[pair.a].nbytes + self.b.tensors[pair.b].nbytes for pair in self.pairs)
 
-    def run(self, *, progress: Progress = silent) -> Difference:
+    def run(self, *, progress: Progress = silent) -> CheckpointDiff:
         tallies = compare(self.a, self.b, self.pairs, tolerance=self.tolerance or 0.0, progress=progress)
         for pair, tally in tallies.items():
             for name in [pair.name, *self._twins.get(pair, [])]:
@@ -240,5 +240,5 @@ def _text(value: Any) -> str:
     return "a tensor" if isinstance(value, Ref) else repr(value)
 
 
-def _numel(entry: Entry) -> int:
+def _numel(entry: TensorEntry) -> int:
     return math.prod(entry.shape)

@@ -30,8 +30,20 @@ from holdfast.checkpoint.disk import (
     sync_folder,
     write_durably,
 )
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Shape, Stored, row_major, whole
-from holdfast.checkpoint.write import DTYPES, PAIRS
+from holdfast.checkpoint.pieces import (
+    Box,
+    Catalogue,
+    DataFile,
+    Piece,
+    Ref,
+    Shape,
+    Stored,
+    TensorEntry,
+    row_major,
+    take_out,
+    whole,
+)
+from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS
 from holdfast.errors import CheckpointError
 
 NAME = "index.json"
@@ -214,7 +226,7 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
     if len(set(names)) != len(names):
         raise ValueError("a data file is listed twice")
     files = {
-        file["name"]: File(
+        file["name"]: DataFile(
             bytes=_count(file["bytes"]), checksums=_texts(file["blocks"]), writer=str(file.get("writer", ""))
         )
         for file in index["files"]
@@ -258,13 +270,13 @@ def _dict(value: Any) -> dict[str, Any]:
     return value
 
 
-def _ref(name: Any, tensors: Mapping[str, Entry]) -> Ref:
+def _ref(name: Any, tensors: Mapping[str, TensorEntry]) -> Ref:
     if name not in tensors:
         raise ValueError(f"the tree has a tensor {name!r}, which is not among the tensors")
     return Ref(name=name)
 
 
-def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[str, File]) -> Entry:
+def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[str, DataFile]) -> TensorEntry:
     dtype, shape = codec.dtype_of(item["dtype"]), _counts(item["shape"])
     if dtype not in DTYPES and dtype not in PAIRS:
         raise ValueError(f"{name} is {dtype}, which no data file can hold")
@@ -284,21 +296,15 @@ def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[
         if stored.offset + stored.span > files[stored.file].bytes:
             raise ValueError(f"a piece of {name} lies outside of {stored.file}")
         pieces.append(Piece(box=box, stored=stored))
-        left = _take_out(left, box, name)
+        inside, left = take_out(left, box)
+        if sum(common.numel for common in inside) != box.numel:
+            raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
     if left:
         raise ValueError(f"no piece holds {left[0]} of {name}")
-    return Entry(shape=shape, dtype=dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces))
 
 
-def _take_out(left: list[Box], box: Box, name: str) -> list[Box]:
-    """What remains to be found of a tensor; a piece that holds anything else than what is missing is wrong."""
-    inside = [(one, one.intersect(box)) for one in left]
-    if sum(common.numel for _, common in inside if common) != box.numel:
-        raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
-    return [rest for one, common in inside for rest in ([one] if common is None else one.without(common))]
-
-
-def _refuse_shared_bytes(tensors: Mapping[str, Entry]) -> None:
+def _refuse_shared_bytes(tensors: Mapping[str, TensorEntry]) -> None:
     """No save writes two pieces into the same bytes: a small file that claims to be a huge tensor does."""
     places = sorted(
         (piece.stored.file, piece.stored.offset, piece.stored.offset + piece.stored.span, name)
@@ -311,7 +317,7 @@ def _refuse_shared_bytes(tensors: Mapping[str, Entry]) -> None:
             raise ValueError(f"a piece of {first} and one of {second} lie in the same bytes of {file}, at {start}")
 
 
-def _check_file(path: Path, file: File) -> None:
+def _check_file(path: Path, file: DataFile) -> None:
     if file.checksums is None or len(file.checksums) != len(blocks_of(file.bytes)):
         raise CheckpointError(f"{path} has no checksum for each of its blocks")
     with explained(path, "read"):

@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast.checkpoint import formats, index, series
 from holdfast.checkpoint.disk import explained
-from holdfast.checkpoint.facts import bytes_of, step_of
 from holdfast.checkpoint.pieces import Catalogue
+from holdfast.checkpoint.trees import bytes_of, step_of
 from holdfast.errors import CheckpointError, HoldfastError
 
 DEPTH = 3  # folders below the one that is asked for

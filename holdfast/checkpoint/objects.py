@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.disk import checksum
-from holdfast.checkpoint.layout import Held, held_of
-from holdfast.checkpoint.pieces import Ref, name_of
-from holdfast.checkpoint.write import bytes_of
+from holdfast.checkpoint.held import Held, held_of
+from holdfast.checkpoint.pieces import NUMPY, Ref, name_of
+from holdfast.checkpoint.safetensors_writer import bytes_of
 from holdfast.errors import UsageError
 
-NUMPY = "__numpy__"  # marks a tensor that was, and will be, a numpy array
 # What wrappers put into the names of a module that is the same without them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -35,14 +34,14 @@ class Absent:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Partial:
+class PartialModule:
     """A module that has all names of the model, but of some tensors no values: those are ``absent``, by name.
 
     What is absent and not a tensor (a module's extra state) is None there. An optimizer beside it in the
     tree keeps nothing for absent parameters.
 
     >>> model = nn.Linear(2, 1)
-    >>> described = describe({"model": Partial(module=model, absent={"bias": Absent(tensor=model.bias)})})
+    >>> described = describe({"model": PartialModule(module=model, absent={"bias": Absent(tensor=model.bias)})})
     >>> {name: len(held.parts) for name, held in described.held.items()}
     {'model/weight': 1, 'model/bias': 0}
     """
@@ -51,9 +50,9 @@ class Partial:
     absent: Mapping[str, Absent | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(module: nn.Module | Partial) -> Partial:
+    def of(module: nn.Module | PartialModule) -> PartialModule:
         """A module that is whole is one of which nothing is absent."""
-        return module if isinstance(module, Partial) else Partial(module=module)
+        return module if isinstance(module, PartialModule) else PartialModule(module=module)
 
 
 @dataclass(kw_only=True)
@@ -123,9 +122,9 @@ def absent_in(tree: Any) -> frozenset[int]:
     return frozenset(id(one.tensor) for part in _modules(tree) for one in part.absent.values() if one is not None)
 
 
-def _modules(tree: Any) -> Iterator[Partial]:
-    if isinstance(tree, nn.Module | Partial):
-        yield Partial.of(tree)
+def _modules(tree: Any) -> Iterator[PartialModule]:
+    if isinstance(tree, nn.Module | PartialModule):
+        yield PartialModule.of(tree)
     elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from _modules(value)
@@ -185,8 +184,8 @@ class _Walker:
         self._sampled = False
 
     def walk(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, nn.Module | Partial):
-            return self._module(Partial.of(value), path)
+        if isinstance(value, nn.Module | PartialModule):
+            return self._module(PartialModule.of(value), path)
         if isinstance(value, Optimizer) and is_plain(value):
             return self._optimizer(value, path)
         if isinstance(value, torch.Tensor | Absent):
@@ -225,7 +224,7 @@ class _Walker:
             self._seen[memory] = (name, tensor)
         return Ref(name=name)
 
-    def _module(self, part: Partial, path: tuple[Any, ...]) -> dict[str, Any]:
+    def _module(self, part: PartialModule, path: tuple[Any, ...]) -> dict[str, Any]:
         section: dict[str, Any] = {}
         for name, value in tensors_of(part.module).items():
             if name in part.absent and part.absent[name] is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 Shape = tuple[int, ...]
+NUMPY = "__numpy__"  # the only key of a dict in the tree that stands for a numpy array: its value is the tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,24 @@ class Box:
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor."""
     return Box(offset=(0,) * len(shape), shape=tuple(shape))
+
+
+def take_out(boxes: Sequence[Box], hole: Box) -> tuple[list[Box], list[Box]]:
+    """Parts of some boxes that lie inside of another box, and what is left of them without those.
+
+    >>> inside, left = take_out([Box(offset=(0,), shape=(4,))], Box(offset=(3,), shape=(9,)))
+    >>> inside[0].offset, left[0].shape
+    ((3,), (3,))
+    """
+    inside, left = [], []
+    for box in boxes:
+        common = box.intersect(hole)
+        if common is None:
+            left.append(box)
+        else:
+            inside.append(common)
+            left += box.without(common)
+    return inside, left
 
 
 def row_major(shape: Sequence[int]) -> Shape:
@@ -177,7 +196,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class TensorEntry:
     """A logical tensor. ``mean``: its pieces are values to be averaged, not parts and not copies."""
 
     shape: Shape
@@ -190,10 +209,10 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def entry_of(stored: Stored) -> Entry:
+def entry_of(stored: Stored) -> TensorEntry:
     """A logical tensor that one array holds whole."""
     piece = Piece(box=whole(stored.shape), stored=stored)
-    return Entry(shape=stored.shape, dtype=stored.dtype, pieces=(piece,))
+    return TensorEntry(shape=stored.shape, dtype=stored.dtype, pieces=(piece,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +223,7 @@ class Ref:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class File:
+class DataFile:
     """A data file: its length, the checksum of each block where the format has them, and who wrote it."""
 
     bytes: int
@@ -228,9 +247,9 @@ class Catalogue:
 
     format: str
     root: Path
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, File] = field(default_factory=dict)
+    files: dict[str, DataFile] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -246,20 +265,20 @@ def name_of(path: Sequence[Any]) -> str:
     return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in path)
 
 
-def catalogue_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Replaces each ``Stored`` or ``Entry`` in nested dicts, lists and tuples by a ``Ref``, and collects them.
+def catalogue_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """Replaces each ``Stored`` or ``TensorEntry`` in nested dicts, lists and tuples by a ``Ref``, and collects them.
 
     >>> stored = Stored(file="a.bin", offset=0, dtype=torch.float32, shape=(2,), strides=(1,))
     >>> catalogue_tree({"model": {"w": stored}, "step": 3})[0]
     {'model': {'w': Ref(name='model/w')}, 'step': 3}
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
 
     def walk(node: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(node, Stored | Entry):
+        if isinstance(node, Stored | TensorEntry):
             name = name_of(path)
             assert name not in found, f"two tensors are named {name}"
-            found[name] = node if isinstance(node, Entry) else entry_of(node)
+            found[name] = node if isinstance(node, TensorEntry) else entry_of(node)
             return Ref(name=name)
         if isinstance(node, dict):
             return {key: walk(value, (*path, key)) for key, value in node.items()}

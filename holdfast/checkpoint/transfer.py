@@ -27,6 +27,7 @@ from holdfast.checkpoint.disk import (
     round_up,
 )
 from holdfast.checkpoint.pieces import Catalogue, Stored
+from holdfast.checkpoint.trees import some
 from holdfast.errors import CheckpointError
 
 FILES = 64  # open at a time: some formats have one for each tensor, and systems allow few
@@ -42,7 +43,7 @@ class Transfer:
 
 
 @dataclass(kw_only=True)
-class Span:
+class FileSpan:
     """Bytes [start, stop) of a file that are read at once, and what is copied out of them."""
 
     file: str
@@ -51,32 +52,32 @@ class Span:
     transfers: list[Transfer] = field(default_factory=list)
 
 
-def carry_out(catalogue: Catalogue, spans: Sequence[Span], progress: Progress, threads: int) -> None:
+def carry_out(catalogue: Catalogue, spans: Sequence[FileSpan], progress: Progress, threads: int) -> None:
     """Reads every span and copies what is wanted out of it. Spans of a file must follow each other."""
-    for some in _few_files(spans):
+    for batch in _few_files(spans):
         with ExitStack() as stack:
-            files = _open_files(catalogue, some, stack)
+            files = _open_files(catalogue, batch, stack)
 
-            def work(span: Span, files: Mapping[str, int] = files) -> None:
+            def work(span: FileSpan, files: Mapping[str, int] = files) -> None:
                 _read(catalogue, span, files[span.file], streaming=threads == 1)
                 progress(sum(t.stored.nbytes for t in span.transfers))
 
-            in_parallel(work, some, threads)
+            in_parallel(work, batch, threads)
 
 
-def _few_files(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    some: list[Span] = []
+def _few_files(spans: Sequence[FileSpan]) -> Iterator[list[FileSpan]]:
+    batch: list[FileSpan] = []
     names: set[str] = set()
     for span in spans:
         if span.file not in names and len(names) == FILES:
-            yield some
-            some, names = [], set()
-        some.append(span)
+            yield batch
+            batch, names = [], set()
+        batch.append(span)
         names.add(span.file)
-    yield some
+    yield batch
 
 
-def _open_files(catalogue: Catalogue, spans: Sequence[Span], stack: ExitStack) -> Mapping[str, int]:
+def _open_files(catalogue: Catalogue, spans: Sequence[FileSpan], stack: ExitStack) -> Mapping[str, int]:
     """Past the page cache, which our own files never were in; others' may be in it, having just been written."""
     files = {}
     for name, group in groupby(spans, key=lambda span: span.file):
@@ -102,7 +103,7 @@ class _Recent(threading.local):
 _recent = _Recent()
 
 
-def _read(catalogue: Catalogue, span: Span, fd: int, *, streaming: bool) -> None:
+def _read(catalogue: Catalogue, span: FileSpan, fd: int, *, streaming: bool) -> None:
     size = span.stop - span.start
     key = (span.file, span.start, span.stop)
     if streaming and _recent.catalogue is catalogue and _recent.span == key:
@@ -120,12 +121,12 @@ def _read(catalogue: Catalogue, span: Span, fd: int, *, streaming: bool) -> None
             _recent.catalogue, _recent.span, _recent.data = catalogue, key, buffer[:size].copy()
 
 
-def _copy_all_out(span: Span, data: Bytes) -> None:
+def _copy_all_out(span: FileSpan, data: Bytes) -> None:
     for transfer in span.transfers:
         _copy_out(transfer, data, span.start)
 
 
-def check_blocks(catalogue: Catalogue, span: Span, data: Bytes) -> None:
+def check_blocks(catalogue: Catalogue, span: FileSpan, data: Bytes) -> None:
     """Refuses a block that is not what was written."""
     sums = catalogue.files[span.file].checksums
     if sums is None:
@@ -147,7 +148,7 @@ def _names_in(catalogue: Catalogue, file: str, start: int, stop: int) -> str:
         for piece in entry.pieces
         if piece.stored.file == file and piece.stored.offset < stop and piece.stored.offset + piece.stored.span > start
     ]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "the header"
+    return some(names) or "the header"
 
 
 def _copy_out(transfer: Transfer, buffer: Bytes, start: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint import index, series
-from holdfast.checkpoint.cover import gaps, overlaps
+from holdfast.checkpoint.coverage import gaps, overlaps
 from holdfast.checkpoint.disk import (
     BLOCK,
     BUFFERS,
@@ -26,11 +26,11 @@ from holdfast.checkpoint.disk import (
     read_exactly,
     silent,
 )
-from holdfast.checkpoint.facts import box_text, bytes_of, some
 from holdfast.checkpoint.formats import open_checkpoint
-from holdfast.checkpoint.pieces import Box, Catalogue, File, Piece, entry_of
-from holdfast.checkpoint.read import read_range
-from holdfast.checkpoint.records import Unreadable, Zone, crc_of, zones_of
+from holdfast.checkpoint.formats.zip_records import Unreadable, Zone, crc_of, zones_of
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, entry_of
+from holdfast.checkpoint.tensor_reader import read_range
+from holdfast.checkpoint.trees import box_text, bytes_of, some
 from holdfast.errors import CheckpointError, HoldfastError
 
 
@@ -49,7 +49,7 @@ class Damage:
 
 
 @dataclass(kw_only=True)
-class Verdict:
+class VerifyResult:
     """What was checked and how, what is damaged, and what could not be checked."""
 
     damaged: list[Damage] = field(default_factory=list)
@@ -89,7 +89,7 @@ def work_of(catalogue: Catalogue) -> int:
     return bytes_of(catalogue) + twice
 
 
-def verify(catalogue: Catalogue, *, progress: Progress = silent, threads: int = THREADS) -> Verdict:
+def verify(catalogue: Catalogue, *, progress: Progress = silent, threads: int = THREADS) -> VerifyResult:
     """Reads everything once, and copies that must be equal once more.
 
     >>> import tempfile, torch
@@ -112,7 +112,7 @@ class _Check:
         self.catalogue = catalogue
         self.progress = progress
         self.threads = threads
-        self.verdict = Verdict()
+        self.verdict = VerifyResult()
         self._lock = threading.Lock()
         self._places = _places(catalogue)
         self._unchecked: dict[str, list[str]] = {}
@@ -138,7 +138,7 @@ class _Check:
 
     # --- files ---
 
-    def _zones_of(self, name: str, file: File) -> list[Zone]:
+    def _zones_of(self, name: str, file: DataFile) -> list[Zone]:
         """What to read of a file, after a look at its length."""
         try:
             with self._opened(name) as fd:
@@ -160,18 +160,18 @@ class _Check:
         finally:
             os.close(fd)
 
-    def _length(self, name: str, file: File, actual: int) -> None:
+    def _length(self, name: str, file: DataFile, actual: int) -> None:
         if actual < file.bytes:
             sure = actual if file.checksums is None else actual // BLOCK * BLOCK  # half a block cannot be checked
             self._damaged(name, sure, file.bytes, f"ends at byte {actual:,}, it was written with {file.bytes:,}")
         elif actual > file.bytes:
             self._damaged(name, file.bytes, actual, f"is {actual - file.bytes:,} bytes longer than it was written")
 
-    def _blocks(self, file: File, actual: int) -> list[Zone]:
+    def _blocks(self, file: DataFile, actual: int) -> list[Zone]:
         ends = {at: min(at + BLOCK, file.bytes) for at in blocks_of(file.bytes)}
         return [Zone(start=start, stop=stop) for start, stop in ends.items() if stop <= actual]
 
-    def _records(self, name: str, file: File, fd: int) -> list[Zone]:
+    def _records(self, name: str, file: DataFile, fd: int) -> list[Zone]:
         zones = zones_of(fd, file.bytes)
         if any(zone.crc is None for zone in zones):
             reason = "read to the end, but the file has no checksums"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.disk import BLOCK, Bytes, blocks_of, sync_folder, write_blocks
-from holdfast.checkpoint.write import Array, Image, array_of
+from holdfast.checkpoint.safetensors_writer import Array, Image, array_of
 from holdfast.cluster.group import Group
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.names import Named, Names

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from holdfast.checkpoint import index
-from holdfast.checkpoint.save import Report, Save, read_report, write_report
+from holdfast.checkpoint.saving import Save, WriteReport, read_report, write_report
 from holdfast.cluster.group import Group
 from holdfast.errors import CheckpointError
 
@@ -47,7 +47,7 @@ class GroupRanks:
         self._group.finish(self._group.start(sends, [(rank, tensor, tag) for rank, tensor in theirs.items()]))
 
 
-def post(save: Save, report: Report | None) -> None:
+def post(save: Save, report: WriteReport | None) -> None:
     """Leaves this worker's report beside its data, or the word that there will be none."""
     target = save.path / index.report_name(save.id, save.ranks.rank)
     unfinished = target.with_suffix(".unfinished")
@@ -65,7 +65,7 @@ def collect(
     *,
     alive: Callable[[], Collection[str]],
     everywhere: threading.Event,
-) -> list[Report]:
+) -> list[WriteReport]:
     """All reports, in the order of the ranks. Does not wait for one that cannot come any more.
 
     None will come from a worker that is lost, nor from anybody once it is known that all have written

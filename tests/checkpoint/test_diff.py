@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint import compare, open_checkpoint, save, transfer
-from holdfast.checkpoint.diff import Comparison, Difference, Row, parse_rename
+from holdfast.checkpoint import diff_tensors, open_checkpoint, save, transfer
+from holdfast.checkpoint.diff import CheckpointDiff, Comparison, Row, parse_rename
 from holdfast.errors import CheckpointError, UsageError
 
 _numbers = itertools.count()
@@ -25,11 +25,11 @@ def saved(folder: Path, tree: dict[str, Any]) -> Path:
     return path
 
 
-def diff(a: Path, b: Path, **options: Any) -> Difference:
+def diff(a: Path, b: Path, **options: Any) -> CheckpointDiff:
     return Comparison(open_checkpoint(a), open_checkpoint(b), **options).run()
 
 
-def compared(folder: Path, a: dict[str, Any], b: dict[str, Any], **options: Any) -> Difference:
+def compared(folder: Path, a: dict[str, Any], b: dict[str, Any], **options: Any) -> CheckpointDiff:
     return diff(saved(folder, a), saved(folder, b), **options)
 
 
@@ -143,8 +143,8 @@ def test_how_many_elements_differ_and_by_how_much(tmp_path: Path, dtype: torch.d
 
 
 def test_parts_of_large_tensors_and_many_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "BATCH", 1000)
-    monkeypatch.setattr(compare, "PART", 7)
+    monkeypatch.setattr(diff_tensors, "BATCH", 1000)
+    monkeypatch.setattr(diff_tensors, "PART", 7)
     monkeypatch.setattr(transfer, "FILES", 3)
     generator = torch.Generator().manual_seed(0)
     sizes = [(1,), (), (0, 3), (17, 31), (5, 1, 2), (1000,)] + [(n,) for n in range(20)]

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint import index, open_checkpoint, save
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Stored, row_major, whole
-from holdfast.checkpoint.write import DTYPES, PAIRS, array_of, write_safetensors
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Stored, TensorEntry, row_major, whole
+from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS, array_of, write_safetensors
 from holdfast.errors import CheckpointError
 from tests.checkpoint.cases import (
     Change,
@@ -55,13 +55,13 @@ def committed(folder: Path, tree: dict[str, Any], **options: Any) -> Catalogue:
     name = index.data_name(identity, 0)
     written = write_safetensors(folder / name, [array_of("w", torch.tensor(1.5))])
     stored = Stored(file=name, offset=written.offsets["w"], dtype=torch.float32, shape=(), strides=())
-    entry = Entry(shape=(), dtype=torch.float32, pieces=(Piece(box=whole(()), stored=stored),))
+    entry = TensorEntry(shape=(), dtype=torch.float32, pieces=(Piece(box=whole(()), stored=stored),))
     catalogue = Catalogue(
         format="holdfast",
         root=folder,
         tensors={"w": entry},
         tree={"w": Ref(name="w"), **tree},
-        files={name: File(bytes=written.bytes, checksums=written.checksums, writer="me")},
+        files={name: DataFile(bytes=written.bytes, checksums=written.checksums, writer="me")},
         **options,
     )
     index.commit(catalogue, identity)
@@ -112,10 +112,10 @@ def test_many_pieces_in_any_order(tmp_path: Path) -> None:
         at, strides = start + 400 * (20 * (row % 3) + column), row_major((1, 100))
         stored = Stored(file=files[row // 3], offset=at, dtype=torch.float32, shape=(1, 100), strides=strides)
         pieces.append(Piece(box=box, stored=stored))
-    catalogue.tensors["w"] = Entry(shape=(6, 2000), dtype=torch.float32, pieces=tuple(pieces))
+    catalogue.tensors["w"] = TensorEntry(shape=(6, 2000), dtype=torch.float32, pieces=tuple(pieces))
     index.commit(catalogue, index.new_id())
     assert len(index.open(tmp_path).tensors["w"].pieces) == 120
-    catalogue.tensors["w"] = Entry(shape=(6, 2000), dtype=torch.float32, pieces=tuple(pieces[1:]))
+    catalogue.tensors["w"] = TensorEntry(shape=(6, 2000), dtype=torch.float32, pieces=tuple(pieces[1:]))
     index.commit(catalogue, index.new_id())
     assert "no piece holds" in refusal(tmp_path)
 
@@ -298,9 +298,9 @@ def test_empty_pieces_take_no_bytes(tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_pieces_are_looked_at_fast(tmp_path: Path) -> None:
-    def entry(number: int) -> Entry:
+    def entry(number: int) -> TensorEntry:
         stored = Stored(file="a", offset=400 * number, dtype=torch.float32, shape=(100,), strides=(1,))
-        return Entry(shape=(100,), dtype=torch.float32, pieces=(Piece(box=whole((100,)), stored=stored),))
+        return TensorEntry(shape=(100,), dtype=torch.float32, pieces=(Piece(box=whole((100,)), stored=stored),))
 
     tensors = {f"t{number}": entry(number) for number in reversed(range(100_000))}
     begin = time.monotonic()
@@ -310,7 +310,7 @@ def test_a_hundred_thousand_pieces_are_looked_at_fast(tmp_path: Path) -> None:
         index._refuse_shared_bytes({**tensors, "again": replace_offset(entry(5), 2399)})
 
 
-def replace_offset(entry: Entry, offset: int) -> Entry:
+def replace_offset(entry: TensorEntry, offset: int) -> TensorEntry:
     (piece,) = entry.pieces
     return replace(entry, pieces=(replace(piece, stored=replace(piece.stored, offset=offset)),))
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from holdfast.checkpoint import load, open_checkpoint, save
-from holdfast.checkpoint.merge import is_optimizer
 from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
+from holdfast.checkpoint.trees import is_optimizer
 from tests.checkpoint.layouts import LAYOUTS, blank, content, differences, leaves, logical, trained, view
 from tests.checkpoint.world import world
 

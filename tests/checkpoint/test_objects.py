@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint import load, open_checkpoint, save
-from holdfast.checkpoint.objects import NUMPY, describe
-from holdfast.checkpoint.pieces import Ref
+from holdfast.checkpoint.objects import describe
+from holdfast.checkpoint.pieces import NUMPY, Ref
 from holdfast.errors import UsageError
 from tests.checkpoint.layouts import Model, content, mesh, optimizers
 from tests.checkpoint.world import world

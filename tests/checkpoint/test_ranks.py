@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint import async_save, load, open_checkpoint, save
 from holdfast.checkpoint.ranks import current
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.errors import HoldfastError
 from tests.checkpoint.layouts import mesh
 from tests.checkpoint.world import World, world
 
-saving = import_module("holdfast.checkpoint.save")  # the package has a function of that name
+saving = import_module("holdfast.checkpoint.saving")  # the package has a function of that name
 LARGE = (1 << 20) // 4 + 1  # elements of float32; copies of smaller tensors are compared
 
 

@@ -11,8 +11,8 @@ from types import ModuleType
 from holdfast.checkpoint import series
 from holdfast.checkpoint.disk import explained
 from holdfast.checkpoint.pieces import Catalogue
-from holdfast.checkpoint.renaming import renamed
 from holdfast.checkpoint.rules import Rules
+from holdfast.checkpoint.rules.renaming import renamed
 from holdfast.errors import CheckpointError, UsageError
 
 # In the order in which they are tried: those with the most telling files first.

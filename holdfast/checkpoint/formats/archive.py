@@ -53,7 +53,7 @@ class Window(io.RawIOBase):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class StorageSpan:
     """A range of bytes in the file (not in the window)."""
 
     offset: int
@@ -82,7 +82,7 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._records
 
-    def span(self, name: str) -> Span:
+    def span(self, name: str) -> StorageSpan:
         """Where a record's bytes are in the file."""
         info = self._records.get(self._prefix + name)
         if info is None:
@@ -98,7 +98,7 @@ class Archive:
         offset = info.header_offset + skip
         if offset + info.file_size > self._length:
             raise CheckpointError(f"{self._where} is cut off inside record {name}", hint="copy it again")
-        return Span(offset=self._start + offset, length=info.file_size)
+        return StorageSpan(offset=self._start + offset, length=info.file_size)
 
     def read(self, name: str) -> bytes:
         """A record's bytes. A wrong checksum is refused, unless torch was told not to compute them."""
@@ -120,9 +120,9 @@ class Archive:
 
 def legacy_spans(
     stream: BinaryIO, keys: Any, itemsizes: Mapping[str, int], *, start: int, length: int, where: str
-) -> Callable[[str], Span]:
+) -> Callable[[str], StorageSpan]:
     """Where the storages of an old torch.save file lie: behind the pickles, each after its count of elements."""
-    spans: dict[str, Span] = {}
+    spans: dict[str, StorageSpan] = {}
     at = stream.tell()
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise CheckpointError(f"{where} does not list its storages", hint=DAMAGED)
@@ -133,10 +133,10 @@ def legacy_spans(
         size = int.from_bytes(stream.read(8), "little") * itemsizes[key]
         if at + 8 + size > length:
             raise CheckpointError(f"{where} is cut off inside storage {key}", hint="copy it again")
-        spans[key] = Span(offset=start + at + 8, length=size)
+        spans[key] = StorageSpan(offset=start + at + 8, length=size)
         at += 8 + size
 
-    def locate(key: str) -> Span:
+    def locate(key: str) -> StorageSpan:
         if key not in spans:
             raise CheckpointError(f"{where} has no storage {key}", hint=DAMAGED)
         return spans[key]

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.checkpoint.formats.files import files_of
 from holdfast.checkpoint.formats.pickled import Foreign
-from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, Stored, catalogue_tree, entry_of, name_of
+from holdfast.checkpoint.pieces import Catalogue, Ref, Stored, TensorEntry, catalogue_tree, entry_of, name_of
 from holdfast.errors import CheckpointError
 
 _SECTIONS = {
@@ -27,7 +27,10 @@ Tree = dict[str, Any]
 
 
 def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path, read: Iterable[str] = ()) -> Catalogue:
-    """The catalogue of a tree with ``Stored`` or ``Entry`` leaves, after making it canonical; ``read``: its files."""
+    """The catalogue of a tree whose tensors are ``Stored`` or ``TensorEntry``, after making it canonical.
+
+    ``read`` are the files that were read for it, ``where`` what errors call the checkpoint.
+    """
     changed: list[str] = []
     made = canonical(tree, where=where, changed=changed)
     model: Tree = made["model"] if isinstance(made.get("model"), dict) else {}
@@ -103,7 +106,7 @@ def _key(key: Any) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    return isinstance(value, Stored | Entry)
+    return isinstance(value, Stored | TensorEntry)
 
 
 def _unwrapped(tree: Tree) -> Tree:
@@ -150,7 +153,7 @@ def find_tied(model: Mapping[str, Any]) -> dict[str, str]:
     >>> find_tied({"embed": a, "bias": 3, "head": a})
     {'head': 'embed'}
     """
-    first: dict[Entry, str] = {}
+    first: dict[TensorEntry, str] = {}
     tied: dict[str, str] = {}
     for name, value in model.items():
         if is_tensor(value):

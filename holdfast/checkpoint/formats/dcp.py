@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.coverage import check_tiling
 from holdfast.checkpoint.formats import dcp_write, pickled
 from holdfast.checkpoint.formats.canonical import assemble
-from holdfast.checkpoint.formats.header import Header, read_header
-from holdfast.checkpoint.formats.pickled import Foreign, Source
-from holdfast.checkpoint.formats.tiling import check_tiling
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Shape, Stored
+from holdfast.checkpoint.formats.pickled import Foreign, PickleFile
+from holdfast.checkpoint.formats.safetensors_header import Header, read_header
+from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Shape, Stored, TensorEntry
 from holdfast.errors import CheckpointError
 
 NAME = ".metadata"
@@ -40,7 +40,7 @@ write = dcp_write.write
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ByteRange:
     """Some bytes of a file."""
 
     file: str
@@ -58,14 +58,14 @@ class Logical:
 
 
 @dataclass(kw_only=True)
-class Table:
+class DcpTable:
     """What ``.metadata`` says: tensors and objects by their flat names, and where each part is.
 
     ``paths`` leads from a flat name to the keys of the nested dicts and lists that were saved.
     """
 
     items: dict[str, Logical | None] = field(default_factory=dict)
-    places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
+    places: dict[tuple[str, Shape | None], ByteRange] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     @property
@@ -89,8 +89,8 @@ def open(path: Path) -> Catalogue:
     return assemble(format="dcp", root=path, tree=tree, where=path, read=table.files)
 
 
-def read_items(path: Path) -> tuple[dict[str, Any], Table]:
-    """All that is in the folder by flat names: an ``Entry`` for each tensor, and the objects themselves."""
+def read_items(path: Path) -> tuple[dict[str, Any], DcpTable]:
+    """All that is in the folder by flat names: an ``TensorEntry`` for each tensor, and the objects themselves."""
     if not (path / NAME).is_file():
         hint = "it is written last: the save was not completed, or the file was not copied"
         raise CheckpointError(f"{path / NAME} is missing", hint=hint)
@@ -103,14 +103,14 @@ def read_items(path: Path) -> tuple[dict[str, Any], Table]:
             continue
         check_tiling(logical.boxes, logical.shape, name=name, where=path / NAME)
         pieces = tuple(Piece(box=box, stored=parts[name, box.offset]) for box in logical.boxes)
-        items[name] = Entry(shape=logical.shape, dtype=logical.dtype, pieces=pieces)
+        items[name] = TensorEntry(shape=logical.shape, dtype=logical.dtype, pieces=pieces)
     return items, table
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> DcpTable:
     """The table of a folder."""
     where = path / NAME
     found = pickled.load(where, root=path, allow=_CLASSES)
@@ -120,8 +120,8 @@ def read_table(path: Path) -> Table:
         raise CheckpointError(f"{where} is not a table of DCP: {error!r}", hint=_INCOMPLETE) from error
 
 
-def _table(fields: dict[str, Any], where: Path) -> Table:
-    table = Table()
+def _table(fields: dict[str, Any], where: Path) -> DcpTable:
+    table = DcpTable()
     for name, item in fields["state_dict_metadata"].items():
         table.items[name] = None if item.name == "BytesStorageMetadata" else _logical(item.fields, name, where)
     for index, info in fields["storage_data"].items():
@@ -148,19 +148,19 @@ def _logical(item: dict[str, Any], name: str, where: Path) -> Logical:
     return Logical(shape=tuple(item["size"]), dtype=dtype, boxes=boxes)
 
 
-def _place(place: dict[str, Any], where: Path) -> Place:
+def _place(place: dict[str, Any], where: Path) -> ByteRange:
     file, offset, length = PurePosixPath(place["relative_path"]), int(place["offset"]), int(place["length"])
     if file.is_absolute() or ".." in file.parts:
         raise CheckpointError(f"{where} refers to {file}, outside of its folder", hint="do not trust this file")
-    return Place(file=file.as_posix(), offset=offset, length=length)
+    return ByteRange(file=file.as_posix(), offset=offset, length=length)
 
 
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def _read_parts(path: Path, table: Table) -> Iterator[tuple[tuple[str, Shape | None], Any]]:
+def _read_parts(path: Path, table: DcpTable) -> Iterator[tuple[tuple[str, Shape | None], Any]]:
     """Every part of the table, in the order in which they lie in the files, each of which is opened once."""
-    wanted: list[tuple[Place, str, Box | None]] = []
+    wanted: list[tuple[ByteRange, str, Box | None]] = []
     for name, logical in table.items.items():
         for box in [None] if logical is None else logical.boxes:
             place = table.places.get((name, None if box is None else box.offset))
@@ -173,7 +173,7 @@ def _read_parts(path: Path, table: Table) -> Iterator[tuple[tuple[str, Shape | N
         first, *rest = inside
         if not (path / file).is_file():
             raise CheckpointError(f"{path / file}, which holds {first[1]}, is missing", hint=_INCOMPLETE)
-        with Source(path / file, root=path) as source:
+        with PickleFile(path / file, root=path) as source:
             parts = _Parts(source=source)
             for place, name, box in (first, *rest):
                 logical = table.items[name]
@@ -187,10 +187,10 @@ def _read_parts(path: Path, table: Table) -> Iterator[tuple[tuple[str, Shape | N
 class _Parts:
     """The tensors in an open file of the folder."""
 
-    source: Source
+    source: PickleFile
     headers: dict[int, Header] = field(default_factory=dict)
 
-    def tensor(self, place: Place, name: str, box: Box, dtype: torch.dtype) -> Stored:
+    def tensor(self, place: ByteRange, name: str, box: Box, dtype: torch.dtype) -> Stored:
         with self.source.window(place.offset, 4) as begin:
             zipped = begin.read(4) == b"PK\x03\x04"
         if zipped:

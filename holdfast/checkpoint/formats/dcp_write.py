@@ -31,7 +31,7 @@ from holdfast.checkpoint.disk import Bytes, Progress, explained, silent
 from holdfast.checkpoint.formats import torchsave
 from holdfast.checkpoint.formats.output import appearing, array, with_arrays, without_numpy
 from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.write import Array
+from holdfast.checkpoint.safetensors_writer import Array
 from holdfast.errors import CheckpointError
 
 _FILE = "__0_0.distcp"
@@ -51,7 +51,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, flat
     tree = without_numpy(catalogue.tree)
     if flat_optimizer and isinstance(tree.get("optimizer"), dict):
         tree["optimizer"] = _flat_optimizer(tree["optimizer"])
-    table = _Table()
+    table = _TableWriter()
     with appearing(path) as folder, explained(folder, "write"):
         folder.mkdir()
         with (folder / _FILE).open("xb") as stream:
@@ -90,7 +90,7 @@ def _is_taken_apart(node: Any) -> bool:
 
 
 @dataclass
-class _Table:
+class _TableWriter:
     """The table while the data file grows. A tensor that has several names is written once."""
 
     items: dict[str, Any] = field(default_factory=dict)

@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.formats.deepspeed_extras import extras
 from holdfast.checkpoint.formats.deepspeed_files import (
     INCOMPLETE,
-    Files,
     Place,
+    TagFiles,
     check_grid,
     names_in,
     sort_files,
     tag_folder,
 )
-from holdfast.checkpoint.formats.deepspeed_states import Column, Ranks, read_column, read_states
+from holdfast.checkpoint.formats.deepspeed_states import Column, RankFiles, read_column, read_states
 from holdfast.checkpoint.formats.deepspeed_tp import join_columns
-from holdfast.checkpoint.formats.deepspeed_tree import extras
 from holdfast.checkpoint.formats.deepspeed_zero import DAMAGED
 from holdfast.checkpoint.formats.files import files_of, pointer_of
-from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, catalogue_tree, name_of
+from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry, catalogue_tree, name_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.errors import CheckpointError
 
@@ -57,7 +57,7 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
     return assemble(folder, column, ranks, left_out, pointer_of(folder, path, "latest"))
 
 
-def read_ranks(folder: Path) -> Ranks:
+def read_ranks(folder: Path) -> RankFiles:
     """Reads the pickles of all files, and makes sure that they are one whole checkpoint."""
     files = sort_files(names_in(folder), where=str(folder))
     if files.experts:
@@ -77,7 +77,7 @@ def read_ranks(folder: Path) -> Ranks:
         prefix = next(iter(files.optim.values()), "").partition("zero")[0]
         form = f"{prefix}zero_pp_rank_{{dp}}_mp_rank_{{mp:02d}}_optim_states.pt"
         check_grid(files.optim, columns=pps * tps, rows=dps, example=form, where=folder)
-    return Ranks(folder=folder, files=files, models=models, optims=optims, tps=tps, pps=pps, dps=dps)
+    return RankFiles(folder=folder, files=files, models=models, optims=optims, tps=tps, pps=pps, dps=dps)
 
 
 def _optimizer(path: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _optimizer(path: Path) -> dict[str, Any]:
     return state
 
 
-def _model_parallel(models: Mapping[Place, Any], files: Files, folder: Path) -> tuple[int, int]:
+def _model_parallel(models: Mapping[Place, Any], files: TagFiles, folder: Path) -> tuple[int, int]:
     """How many pipeline stages and tensor-parallel ranks there were."""
     first = models[min(models)]
     if dimensions := first.get("checkpoint_parallel_dimensions"):
@@ -102,7 +102,7 @@ def _model_parallel(models: Mapping[Place, Any], files: Files, folder: Path) -> 
     return mps // tps, tps
 
 
-def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], files: Files, folder: Path) -> int:
+def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], files: TagFiles, folder: Path) -> int:
     """Over how many ranks the optimizer was cut."""
     counts: set[int] = set()
     for state in optims.values():
@@ -116,7 +116,7 @@ def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], fil
     return saved or 1 + max(dp for _, dp in [*files.optim, *files.model])
 
 
-def assemble(folder: Path, column: Column, ranks: Ranks, left_out: list[str], read: list[str]) -> Catalogue:
+def assemble(folder: Path, column: Column, ranks: RankFiles, left_out: list[str], read: list[str]) -> Catalogue:
     """One column of everything as a catalogue; ``read`` are files that were read beside those of the ranks."""
     order = list(ranks.models[0, 0].get("module") or {})
     tree: dict[str, Any] = {"model": model_of(column, order)}
@@ -137,13 +137,13 @@ def assemble(folder: Path, column: Column, ranks: Ranks, left_out: list[str], re
     )
 
 
-def model_of(column: Column, order: list[str]) -> dict[str, Entry | Ref]:
+def model_of(column: Column, order: list[str]) -> dict[str, TensorEntry | Ref]:
     """The model's tensors, in the model's order where it is known."""
     rank = {name: number for number, name in enumerate(order)}
-    model: dict[str, Entry | Ref] = dict(column.weights)
+    model: dict[str, TensorEntry | Ref] = dict(column.weights)
     model.update({second: Ref(name=name_of(("model", first))) for second, first in column.tied.items()})
     return dict(sorted(model.items(), key=lambda item: rank.get(item[0], len(rank))))
 
 
-def _names(files: Files) -> list[str]:
+def _names(files: TagFiles) -> list[str]:
     return [name for names in (files.model, files.optim, files.layers) for name in names.values()]

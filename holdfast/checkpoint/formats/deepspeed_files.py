@@ -20,7 +20,7 @@ Place = tuple[int, int]
 
 
 @dataclass(kw_only=True)
-class Files:
+class TagFiles:
     """The files of one tag folder: those of (model-parallel rank, data-parallel rank), those of (layer, tp).
 
     >>> files = sort_files(["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"])
@@ -35,9 +35,9 @@ class Files:
     per_worker: bool = False  # model states of every data-parallel rank: ZeRO-3
 
 
-def sort_files(names: Iterable[str], *, where: str = "the folder") -> Files:
+def sort_files(names: Iterable[str], *, where: str = "the folder") -> TagFiles:
     """Tells the files apart; two files for one place are refused."""
-    files = Files()
+    files = TagFiles()
     for name in sorted(names):
         if found := _OPTIM.fullmatch(name):
             _put(files.optim, (int(found[2]), int(found[1])), name, where)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats import pickled
-from holdfast.checkpoint.formats.deepspeed_files import INCOMPLETE, Files, Place
+from holdfast.checkpoint.formats.deepspeed_files import INCOMPLETE, Place, TagFiles
 from holdfast.checkpoint.formats.deepspeed_zero import (
     DAMAGED,
     flat_groups,
@@ -24,7 +24,7 @@ from holdfast.checkpoint.formats.deepspeed_zero import (
     side_by_side,
     slots,
 )
-from holdfast.checkpoint.pieces import Entry, Shape, Stored, entry_of
+from holdfast.checkpoint.pieces import Shape, Stored, TensorEntry, entry_of
 from holdfast.errors import CheckpointError
 
 TIED = "tied_modules."  # DeepSpeed's pipelines keep what several stages share under such names
@@ -34,7 +34,7 @@ TIED = "tied_modules."  # DeepSpeed's pipelines keep what several stages share u
 class Column:
     """The model and optimizer of one tensor-parallel rank."""
 
-    weights: dict[str, Entry] = field(default_factory=dict)
+    weights: dict[str, TensorEntry] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
@@ -52,14 +52,14 @@ def read_states(folder: Path, name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankFiles:
     """The files of a checkpoint, read: by (model-parallel, data-parallel) rank, and how many there are of each.
 
     A model-parallel rank is its pipeline stage's number times ``tps``, plus its tensor-parallel rank.
     """
 
     folder: Path
-    files: Files
+    files: TagFiles
     models: Mapping[Place, dict[str, Any]]
     optims: Mapping[Place, dict[str, Any]]
     tps: int
@@ -67,7 +67,7 @@ class Ranks:
     dps: int
 
 
-def read_column(ranks: Ranks, tp: int) -> Column:
+def read_column(ranks: RankFiles, tp: int) -> Column:
     """Everything of one tensor-parallel rank."""
     column = Column()
     layers = _layers(ranks, tp)
@@ -98,7 +98,7 @@ def add_tied(column: Column, shared: Mapping[str, str], module: Mapping[str, Any
             column.tied[second] = first
 
 
-def _check_layers(column: Column, ranks: Ranks, tp: int) -> None:
+def _check_layers(column: Column, ranks: RankFiles, tp: int) -> None:
     """A layer with trained parameters has a file, which may also have buffers and frozen ones."""
     files = ranks.files.layers
     for number in sorted({int(name.partition(".")[0]) for name in column.weights if name.partition(".")[0].isdigit()}):
@@ -107,7 +107,7 @@ def _check_layers(column: Column, ranks: Ranks, tp: int) -> None:
             raise CheckpointError(f"{ranks.folder / form} is missing", hint=INCOMPLETE)
 
 
-def _layers(ranks: Ranks, tp: int) -> dict[str, Stored]:
+def _layers(ranks: RankFiles, tp: int) -> dict[str, Stored]:
     """What a pipeline's files, one for each layer, have of the model, by the names it has there."""
     found: dict[str, Stored] = {}
     for layer in sorted({layer for layer, _ in ranks.files.layers}):
@@ -120,7 +120,7 @@ def _layers(ranks: Ranks, tp: int) -> dict[str, Stored]:
     return found
 
 
-def _add_trained(column: Column, ranks: Ranks, mp: int, known: Mapping[str, Any]) -> None:
+def _add_trained(column: Column, ranks: RankFiles, mp: int, known: Mapping[str, Any]) -> None:
     """The parameters in the optimizer: their fp32 weights and its state."""
     states = [ranks.optims[mp, dp] for dp in range(ranks.dps) if (mp, dp) in ranks.optims]
     if not states:

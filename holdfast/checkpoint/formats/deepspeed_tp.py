@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats.deepspeed_states import Column
-from holdfast.checkpoint.pieces import Box, Entry, Piece, Shape, name_of, row_major
+from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, name_of, row_major
 from holdfast.checkpoint.rules import Fragment, Partial, Pattern, Replicate, Rule, Rules, Shard, merge
 from holdfast.errors import CheckpointError, UsageError
 
@@ -54,11 +54,11 @@ def join_columns(columns: Sequence[Column], info: Mapping[str, Any], rules: Rule
     return renamed(_filled(first, {old: joined[name] for old, name in new.items()}), _by_key(new))
 
 
-def _filled(column: Column, entries: Mapping[str, Entry]) -> Column:
+def _filled(column: Column, entries: Mapping[str, TensorEntry]) -> Column:
     """A column with other entries in the place of its own."""
     state = {
         name: {
-            slot: entries[name_of(("optimizer", "state", name, slot))] if isinstance(value, Entry) else value
+            slot: entries[name_of(("optimizer", "state", name, slot))] if isinstance(value, TensorEntry) else value
             for slot, value in slots.items()
         }
         for name, slots in column.state.items()
@@ -66,12 +66,12 @@ def _filled(column: Column, entries: Mapping[str, Entry]) -> Column:
     return replace(column, weights={name: entries[name_of(("model", name))] for name in column.weights}, state=state)
 
 
-def _entries(column: Column) -> Iterator[tuple[str, Entry]]:
+def _entries(column: Column) -> Iterator[tuple[str, TensorEntry]]:
     for name, entry in column.weights.items():
         yield name_of(("model", name)), entry
     for name, slots in column.state.items():
         for slot, value in slots.items():
-            if isinstance(value, Entry):
+            if isinstance(value, TensorEntry):
                 yield name_of(("optimizer", "state", name, slot)), value
 
 
@@ -138,7 +138,7 @@ def _affine(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     return next((found for pattern, found in known.get("params", {}).items() if re.match(pattern, name)), None)
 
 
-def _placed(parts: Sequence[Entry], found: Mapping[str, Any], name: str) -> Entry:
+def _placed(parts: Sequence[TensorEntry], found: Mapping[str, Any], name: str) -> TensorEntry:
     """A tensor by its parameter's map; of copies, the first rank's is taken."""
     shape = tuple(found["logical_shape"])
     pieces: list[Piece] = []
@@ -155,7 +155,7 @@ def _placed(parts: Sequence[Entry], found: Mapping[str, Any], name: str) -> Entr
             if target not in seen:
                 seen.add(target)
                 pieces += _moved(entry, source, target)
-    return Entry(shape=shape, dtype=parts[0].dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=parts[0].dtype, pieces=tuple(pieces))
 
 
 def _box(piece: Mapping[str, Any], side: str, shape: Shape, name: str) -> Box:
@@ -170,7 +170,7 @@ def _box(piece: Mapping[str, Any], side: str, shape: Shape, name: str) -> Box:
     return Box(offset=tuple(offset), shape=tuple(piece["shape"]))
 
 
-def _moved(entry: Entry, source: Box, target: Box) -> Iterator[Piece]:
+def _moved(entry: TensorEntry, source: Box, target: Box) -> Iterator[Piece]:
     for piece in entry.pieces:
         common = piece.box.intersect(source)
         if common is not None:

@@ -1,7 +1,7 @@
 """Reads DeepSpeed's universal checkpoints: a folder for each parameter, a file for each of its tensors.
 
-``write`` is in :mod:`holdfast.checkpoint.formats.deepspeed_write`. A path is the checkpoint's folder, whose file
-``latest_universal`` names a tag, or the folder of a tag.
+A path is the checkpoint's folder, whose file ``latest_universal`` names a tag, or the folder of a tag.
+:mod:`holdfast.checkpoint.formats.deepspeed_universal_write` writes them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from holdfast.checkpoint.formats import pickled
 from holdfast.checkpoint.formats.deepspeed import model_of
+from holdfast.checkpoint.formats.deepspeed_extras import extras
 from holdfast.checkpoint.formats.deepspeed_files import INCOMPLETE, names_in, sort_files, tag_folder
 from holdfast.checkpoint.formats.deepspeed_states import Column, add_frozen, add_module, add_tied, read_states
 from holdfast.checkpoint.formats.deepspeed_tp import renamed_by
-from holdfast.checkpoint.formats.deepspeed_tree import extras
-from holdfast.checkpoint.formats.deepspeed_write import REST, SLOTS, write
+from holdfast.checkpoint.formats.deepspeed_universal_write import REST, SLOTS, write
 from holdfast.checkpoint.formats.files import files_of, pointer_of
 from holdfast.checkpoint.pieces import Catalogue, Shape, Stored, catalogue_tree, entry_of
 from holdfast.checkpoint.rules import Rules
@@ -40,7 +40,7 @@ def recognise(path: Path) -> bool:
 
 
 @dataclass(kw_only=True)
-class _Source:
+class _UniversalFolder:
     """A universal checkpoint's folder: model states by rank, and the shapes of each group of parameters."""
 
     folder: Path
@@ -112,7 +112,7 @@ def _restore(tree: dict[str, Any]) -> None:
         tree.update(rest)
 
 
-def _read(folder: Path) -> _Source:
+def _read(folder: Path) -> _UniversalFolder:
     state = folder / "zero" / "optimizer_state.pt"
     if not state.is_file():
         raise CheckpointError(f"{state} is missing", hint="is it a universal checkpoint of DeepSpeed?")
@@ -121,7 +121,7 @@ def _read(folder: Path) -> _Source:
     files = sort_files(plain or names, where=str(folder))
     if (0, 0) not in files.model:
         raise CheckpointError(f"{folder / 'mp_rank_00_model_states.pt'} is missing", hint=INCOMPLETE)
-    return _Source(
+    return _UniversalFolder(
         folder=folder,
         models={place: read_states(folder, name) for place, name in sorted(files.model.items())},
         per_worker=files.per_worker,
@@ -130,7 +130,7 @@ def _read(folder: Path) -> _Source:
     )
 
 
-def _add_atoms(column: Column, source: _Source) -> None:
+def _add_atoms(column: Column, source: _UniversalFolder) -> None:
     """Trained parameters: weights and slots."""
     for group in source.groups:
         kept: dict[str, dict[str, Any]] = {}
@@ -155,7 +155,7 @@ def _leaf(value: Any) -> Any:
     return entry_of(value) if isinstance(value, Stored) else value
 
 
-def _atoms(source: _Source, folder: Path, shape: Shape | None) -> dict[str, Any]:
+def _atoms(source: _UniversalFolder, folder: Path, shape: Shape | None) -> dict[str, Any]:
     """What a parameter's folder holds, by the names of the files."""
     atoms: dict[str, Any] = {}
     if not folder.is_dir():
@@ -182,7 +182,7 @@ def _atom(found: Any, shape: Shape | None, path: Path) -> Any:
     return found.reshaped(shape)
 
 
-def _add_rest(column: Column, source: _Source) -> None:
+def _add_rest(column: Column, source: _UniversalFolder) -> None:
     """Buffers and frozen parameters: in their own dtype from the model states, else from their folders."""
     first = source.models[0, 0]
     module = dict(first.get("module") or {})
@@ -210,7 +210,7 @@ def _add_rest(column: Column, source: _Source) -> None:
             raise CheckpointError(f"{missing} is missing, the value of {name}", hint=INCOMPLETE)
 
 
-def _add_groups(column: Column, source: _Source) -> None:
+def _add_groups(column: Column, source: _UniversalFolder) -> None:
     """Hyper-parameters, and from ZeRO-3 what the optimizer has one value of for many parameters."""
     groups = source.groups
     inner = source.optimizer.get("optimizer_state_dict") or {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.formats.pickled import Foreign
-from holdfast.checkpoint.pieces import Entry, Piece, Shape, Stored, flat_boxes, row_major
+from holdfast.checkpoint.pieces import Piece, Shape, Stored, TensorEntry, flat_boxes, row_major
 from holdfast.errors import CheckpointError
 
 DAMAGED = "the files are not of one checkpoint, or one is damaged"
@@ -30,7 +30,7 @@ class Extent:
 
 
 @dataclass(kw_only=True)
-class Shard:
+class FlatShard:
     """What one data-parallel rank has of a flat group: its weights, and what its optimizer keeps for them."""
 
     file: str
@@ -40,11 +40,11 @@ class Shard:
 
 
 @dataclass(kw_only=True)
-class Group:
+class FlatGroup:
     """Parameters that are laid out together, and the shards of all data-parallel ranks."""
 
     shapes: dict[str, Shape]
-    shards: list[Shard]
+    shards: list[FlatShard]
     extents: dict[str, list[Extent]]
 
 
@@ -91,7 +91,7 @@ def is_line(value: Any) -> bool:
     return isinstance(value, Stored) and len(value.shape) == 1 and value.is_contiguous
 
 
-def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], name: str) -> Entry:
+def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], name: str) -> TensorEntry:
     """A parameter, or what belongs to it, as pieces of arrays that are lines."""
     pieces: list[Piece] = []
     for extent in extents:
@@ -106,10 +106,10 @@ def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], 
             stored = Stored(file=array.file, offset=at, dtype=kind, shape=box.shape, strides=strides)
             pieces.append(Piece(box=box, stored=stored))
             at += stored.nbytes
-    return Entry(shape=shape, dtype=arrays[0].dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=arrays[0].dtype, pieces=tuple(pieces))
 
 
-def masters(groups: Sequence[Group]) -> dict[str, Entry]:
+def masters(groups: Sequence[FlatGroup]) -> dict[str, TensorEntry]:
     """The fp32 weights of all parameters."""
     return {
         name: gathered(shape, group.extents[name], [shard.master for shard in group.shards], name)
@@ -118,7 +118,7 @@ def masters(groups: Sequence[Group]) -> dict[str, Entry]:
     }
 
 
-def slots(groups: Sequence[Group], left_out: list[str]) -> dict[str, dict[str, Any]]:
+def slots(groups: Sequence[FlatGroup], left_out: list[str]) -> dict[str, dict[str, Any]]:
     """What the optimizer keeps for each parameter: entries for flat arrays, and values that are the same for all."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
@@ -146,7 +146,7 @@ def slots(groups: Sequence[Group], left_out: list[str]) -> dict[str, dict[str, A
     return found
 
 
-def _is_flat(values: Sequence[Any], shards: Sequence[Shard]) -> bool:
+def _is_flat(values: Sequence[Any], shards: Sequence[FlatShard]) -> bool:
     """Padding is stripped from the weights, and from the optimizer's arrays only where they are *elastic*."""
     return all(
         is_line(value) and value.shape[0] in (shard.size, shard.master.shape[0])
@@ -163,7 +163,7 @@ def _is_value(values: Sequence[Any]) -> bool:
 
 def flat_groups(
     states: Sequence[Mapping[str, Any]], files: Sequence[str], shapes: list[dict[str, Shape]]
-) -> list[Group]:
+) -> list[FlatGroup]:
     """The groups of all data-parallel ranks' optimizer states, of whichever stage."""
     stage3 = "fp32_flat_groups" in states[0]
     key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
@@ -181,12 +181,12 @@ def flat_groups(
             gaps = states[0].get("param_alignment_paddings")
             size = max(shard.size for shard in shards)
             extents = in_turn(group, size=size, gaps=gaps[number] if gaps else ()) if size else {n: [] for n in group}
-        groups.append(Group(shapes=group, shards=shards, extents=extents))
+        groups.append(FlatGroup(shapes=group, shards=shards, extents=extents))
         _check_sizes(groups[-1], stage3)
     return groups
 
 
-def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[Shard]:
+def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[FlatShard]:
     """A rank's shard of each group."""
     # The bf16 optimizer, which names no stage, says how much padding there is but does not strip it.
     paddings = state.get("group_paddings") if "zero_stage" in state and key != "fp32_flat_groups" else None
@@ -198,10 +198,10 @@ def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[Shard]:
             raise CheckpointError(f"{file}: the weights of group {number} are not a flat array", hint=DAMAGED)
         mine = kept[number] if isinstance(kept, list) else kept.get(number, {})
         size = master.shape[0] + (paddings[number] if paddings else 0)
-        yield Shard(file=file, master=master, size=size, slots=dict(mine))
+        yield FlatShard(file=file, master=master, size=size, slots=dict(mine))
 
 
-def _check_sizes(group: Group, stage3: bool) -> None:
+def _check_sizes(group: FlatGroup, stage3: bool) -> None:
     """A shard that is longer or shorter than its parameters was written by another run."""
     ranks = len(group.shards)
     first, lengths = group.shards[0], [shard.master.shape[0] for shard in group.shards]

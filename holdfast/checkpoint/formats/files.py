@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from holdfast.checkpoint.pieces import Entry, File
+from holdfast.checkpoint.pieces import DataFile, TensorEntry
 from holdfast.errors import CheckpointError
 
 
-def files_of(root: Path, tensors: Mapping[str, Entry], read: Iterable[str] = ()) -> dict[str, File]:
+def files_of(root: Path, tensors: Mapping[str, TensorEntry], read: Iterable[str] = ()) -> dict[str, DataFile]:
     """The files that were read and those that tensors lie in, with their sizes; one missing or too short is refused."""
-    sizes: dict[str, File] = {}
+    sizes: dict[str, DataFile] = {}
 
     def find(file: str, holds: str) -> None:
         if file not in sizes:
             try:
-                sizes[file] = File(bytes=(root / file).stat().st_size)
+                sizes[file] = DataFile(bytes=(root / file).stat().st_size)
             except OSError as error:
                 reason = f"{root / file}{holds} is missing: {error.strerror}"
                 raise CheckpointError(reason, hint="copy the whole checkpoint") from error

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 from holdfast.checkpoint.formats import hf, torchsave
-from holdfast.checkpoint.merge import merge as merge_trees
-from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece
-from holdfast.checkpoint.renaming import rename_tree
+from holdfast.checkpoint.pieces import Catalogue, DataFile, Piece, TensorEntry
 from holdfast.checkpoint.rules import Fragment, Rules, merge
+from holdfast.checkpoint.rules.renaming import rename_tree
+from holdfast.checkpoint.trees import merge_trees
 from holdfast.errors import CheckpointError, UsageError
 
 _AXIS = re.compile(r"\{([a-z]+)\}")
@@ -78,9 +78,9 @@ def _below(root: Path, file: Path) -> Catalogue:
     def moved(name: str) -> str:
         return (folder / name).relative_to(root).as_posix()
 
-    def entry(one: Entry) -> Entry:
+    def entry(one: TensorEntry) -> TensorEntry:
         pieces = (Piece(box=p.box, stored=replace(p.stored, file=moved(p.stored.file))) for p in one.pieces)
         return replace(one, pieces=tuple(pieces))
 
-    files: dict[str, File] = {moved(name): known for name, known in catalogue.files.items()}
+    files: dict[str, DataFile] = {moved(name): known for name, known in catalogue.files.items()}
     return replace(catalogue, root=root, files=files, tensors={n: entry(e) for n, e in catalogue.tensors.items()})

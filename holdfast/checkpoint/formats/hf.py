@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from holdfast.checkpoint.coverage import check_tiling
 from holdfast.checkpoint.disk import Progress, explained, silent
 from holdfast.checkpoint.formats.canonical import assemble
-from holdfast.checkpoint.formats.header import read_header
 from holdfast.checkpoint.formats.output import appearing, array
-from holdfast.checkpoint.formats.pickled import Source
-from holdfast.checkpoint.formats.tiling import check_tiling
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Ref, Shape
-from holdfast.checkpoint.write import PAIRS, Array, write_safetensors
+from holdfast.checkpoint.formats.pickled import PickleFile
+from holdfast.checkpoint.formats.safetensors_header import read_header
+from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Ref, Shape, TensorEntry
+from holdfast.checkpoint.safetensors_writer import PAIRS, Array, write_safetensors
 from holdfast.errors import CheckpointError, UsageError
 
 SINGLE = "model.safetensors"
@@ -140,17 +140,17 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _TensorPart:
     piece: Piece
     is_whole: bool  # the file says nothing of offsets
 
 
-def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_Part]], dict[str, str]]:
+def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_TensorPart]], dict[str, str]]:
     """The parts of each tensor, and the names that are noted as second ones."""
-    parts: dict[str, list[_Part]] = defaultdict(list)
+    parts: dict[str, list[_TensorPart]] = defaultdict(list)
     ties: dict[str, str] = {}
     for file in names:
-        with Source(root / file, root=root) as source:
+        with PickleFile(root / file, root=root) as source:
             header = read_header(source)
         ties.update(_ties(header.metadata))
         offsets = _offsets(header.metadata, root / file)
@@ -159,7 +159,7 @@ def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_Part]], d
             if offset is None or len(offset) != len(stored.shape):
                 raise CheckpointError(f"{root / file} does not say which part of {name} it holds", hint=_INCOMPLETE)
             piece = Piece(box=Box(offset=offset, shape=stored.shape), stored=stored)
-            parts[name].append(_Part(piece=piece, is_whole=offsets is None))
+            parts[name].append(_TensorPart(piece=piece, is_whole=offsets is None))
     return parts, ties
 
 
@@ -197,7 +197,7 @@ def _offsets(metadata: Mapping[str, str], where: Path) -> dict[str, Shape] | Non
         raise CheckpointError(f"{where}: its {_OFFSETS} is damaged: {error!r}", hint=_INCOMPLETE) from error
 
 
-def _entry(name: str, parts: list[_Part], root: Path) -> Entry:
+def _entry(name: str, parts: list[_TensorPart], root: Path) -> TensorEntry:
     pieces = tuple(part.piece for part in parts)
     files = [piece.stored.file for piece in pieces]
     if len(parts) > 1 and any(part.is_whole for part in parts):
@@ -208,7 +208,7 @@ def _entry(name: str, parts: list[_Part], root: Path) -> Entry:
     ends = [[o + n for o, n in zip(piece.box.offset, piece.box.shape, strict=True)] for piece in pieces]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     check_tiling([piece.box for piece in pieces], shape, name=name, where=root)
-    return Entry(shape=shape, dtype=pieces[0].stored.dtype, pieces=pieces)
+    return TensorEntry(shape=shape, dtype=pieces[0].stored.dtype, pieces=pieces)
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from holdfast.checkpoint.formats.files import files_of, pointer_of
 from holdfast.checkpoint.formats.megatron_dist import Whole, is_dist, read_dist
 from holdfast.checkpoint.formats.megatron_legacy import AXES, Rank, args_of, is_legacy, read_ranks
 from holdfast.checkpoint.formats.megatron_rules import built_in
-from holdfast.checkpoint.merge import merge as merged
-from holdfast.checkpoint.pieces import Catalogue, Entry, Stored, catalogue_tree, name_of
+from holdfast.checkpoint.pieces import Catalogue, Stored, TensorEntry, catalogue_tree, name_of
 from holdfast.checkpoint.rules import Fragment, Rules, merge
+from holdfast.checkpoint.trees import merge_trees
 from holdfast.errors import CheckpointError, UsageError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -86,7 +86,7 @@ def _dist_tree(whole: Whole, rules: Rules | None) -> Tree:
     state: dict[str, Tree] = {}
     for name, slots in whole.state.items():
         for slot, value in slots.items():
-            if isinstance(value, Entry):
+            if isinstance(value, TensorEntry):
                 entries[name_of(("optimizer", "state", name, slot))] = value
             else:
                 state.setdefault(name, {})[slot] = value
@@ -112,7 +112,7 @@ def _open_legacy(ranks: Sequence[Rank], rules: Rules | None, folder: Path) -> Tr
         raise CheckpointError(f"{folder}: {error}", hint="pass rules, see docs/checkpoint-rules.md") from error
     new = {name: target.name for name, target in chosen.targets(shapes).items()}
     try:
-        rest = merged([_untensored(rank.optimizer) for rank in ranks])
+        rest = merge_trees([_untensored(rank.optimizer) for rank in ranks])
     except UsageError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return _tree(entries, rest, new)
@@ -143,7 +143,7 @@ def _untensored(optimizer: Mapping[str, Any]) -> Tree:
 # --- the tree -------------------------------------------------------------------------------------
 
 
-def _tree(entries: Mapping[str, Entry], optimizer: Tree, new: Mapping[str, str]) -> Tree:
+def _tree(entries: Mapping[str, TensorEntry], optimizer: Tree, new: Mapping[str, str]) -> Tree:
     """Model and optimizer: tensors by their last names, and what else the optimizer has by its parameters' new ones."""
     called = {_keys(old)[1]: _keys(name)[-1] for old, name in new.items() if old.startswith("model/")}
     tree: Tree = {"model": {}}

@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.checkpoint.formats import dcp, pickled
 from holdfast.checkpoint.formats.megatron_legacy import EXTRA
 from holdfast.checkpoint.formats.megatron_optimizer import Nameless, grouped
-from holdfast.checkpoint.pieces import Box, Entry, Piece, Shape, Stored, entry_of, flat_boxes
+from holdfast.checkpoint.pieces import Box, Piece, Shape, Stored, TensorEntry, entry_of, flat_boxes
 from holdfast.errors import CheckpointError
 
 COMMON = "common.pt"
@@ -31,7 +31,7 @@ _MASTER = "fp32_param"
 class Whole:
     """What a checkpoint holds, by names of parameters."""
 
-    model: dict[str, Entry] = field(default_factory=dict)
+    model: dict[str, TensorEntry] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def read_dist(path: Path, left_out: list[str]) -> Whole:
     items, table = dcp.read_items(path)
     whole = Whole(common=common, files=[COMMON, _CONFIG, *table.files])
     for name, value in items.items():
-        if not isinstance(value, Entry):
+        if not isinstance(value, TensorEntry):
             if value != [None]:
                 left_out.append(_object(name))
         elif match := _SLOT.fullmatch(name):
@@ -122,7 +122,7 @@ def _inner(optimizer: Any) -> dict[str, Any]:
     return optimizer.get("optimizer", optimizer)
 
 
-def unstacked(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+def unstacked(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
     """A tensor, or the layers that are stacked in it, each under the name it would have alone.
 
     >>> import torch
@@ -145,10 +145,10 @@ def unstacked(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
             )
             layers[piece.box.offset[0] + i].append(Piece(box=inner, stored=stored))
     for number, pieces in enumerate(layers):
-        yield f"{match[1]}.{number}.{match[2]}", Entry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))
+        yield f"{match[1]}.{number}.{match[2]}", TensorEntry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))
 
 
-def unflattened(entry: Entry, shape: Shape, what: str) -> Entry:
+def unflattened(entry: TensorEntry, shape: Shape, what: str) -> TensorEntry:
     """A tensor in its parameter's shape.
 
     Megatron before 0.14 kept each rank's part of a slot flat, under a shape that counts the parts along each
@@ -172,4 +172,4 @@ def unflattened(entry: Entry, shape: Shape, what: str) -> Entry:
             stored = piece.stored.flat(done, done + box.numel, box.shape)
             pieces.append(Piece(box=Box(offset=offset, shape=box.shape), stored=stored))
             done += box.numel
-    return Entry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.disk import Bytes, explained, sync_folder
-from holdfast.checkpoint.objects import NUMPY
-from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.read import find, read_range
-from holdfast.checkpoint.write import Array
+from holdfast.checkpoint.pieces import NUMPY, Catalogue, Ref
+from holdfast.checkpoint.safetensors_writer import Array
+from holdfast.checkpoint.tensor_reader import find, read_range
 from holdfast.errors import UsageError
 
 

@@ -18,14 +18,14 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 
-from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, Archive, Span, Window, legacy_spans
+from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, Archive, StorageSpan, Window, legacy_spans
 from holdfast.checkpoint.formats.rebuild import (
     ALLOWED,
     NumpyType,
+    PickleRefused,
     RawArray,
     RawStorage,
     RawTensor,
-    Refused,
     StorageType,
     Stub,
     check_keys,
@@ -91,11 +91,11 @@ def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, 
     >>> tree["step"], tree["w"].file, tree["w"].shape
     (7, 'a.pt', (2, 3))
     """
-    with Source(path, root=root) as source:
+    with PickleFile(path, root=root) as source:
         return source.load(offset=offset, length=length, allow=allow)
 
 
-class Source:
+class PickleFile:
     """An open file from which pickles are read: one, or thousands of small ones at their offsets."""
 
     def __init__(self, path: Path, *, root: Path) -> None:
@@ -106,7 +106,7 @@ class Source:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self.bytes = os.fstat(self._fd).st_size
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> PickleFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -129,7 +129,7 @@ class Source:
         reader = _Reader(file=self.name, where=where, allow=allow)
         try:
             return _load(stream, reader, start=offset, length=length)
-        except Refused as error:
+        except PickleRefused as error:
             raise CheckpointError(f"{where} is refused: {error}", hint=error.hint) from error
         except RecursionError as error:
             raise CheckpointError(f"{where} is refused: it is nested too deeply") from error
@@ -149,10 +149,10 @@ def _load(stream: BinaryIO, reader: _Reader, *, start: int, length: int) -> Any:
     reader.read(stream, None, size=length)  # the version of the protocol
     system = reader.read(stream, None, size=length)
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise Refused("it was not written on a little-endian machine", "only little-endian files are read")
+        raise PickleRefused("it was not written on a little-endian machine", "only little-endian files are read")
     at = stream.tell()
     # Where the storages are is told behind the tree that needs to know: so the tree is read twice.
-    reader.read(stream, lambda _: Span(offset=0, length=1 << 62), size=length)
+    reader.read(stream, lambda _: StorageSpan(offset=0, length=1 << 62), size=length)
     keys = reader.read(stream, None, size=length)
     itemsizes = {key: kind.dtype.itemsize for key, kind in reader.storages.items()}
     locate = legacy_spans(stream, keys, itemsizes, start=start, length=length, where=reader.where)
@@ -169,13 +169,13 @@ class _Reader:
     allow: Allow
     storages: dict[str, StorageType] = field(default_factory=dict)
 
-    def read(self, stream: BinaryIO, locate: Callable[[str], Span] | None, *, size: int) -> Any:
+    def read(self, stream: BinaryIO, locate: Callable[[str], StorageSpan] | None, *, size: int) -> Any:
         try:
             found = _Unpickler(stream, reader=self, locate=locate).load()
-        except (Refused, CheckpointError, OSError, RecursionError):
+        except (PickleRefused, CheckpointError, OSError, RecursionError):
             raise
         except Exception as error:  # bytes that are no pickle can lead to any
-            raise Refused(f"it is not a readable pickle, {error}", DAMAGED) from error
+            raise PickleRefused(f"it is not a readable pickle, {error}", DAMAGED) from error
         return _Cleaner(file=self.file).clean(found, limit=size * _SHARING)
 
     def find(self, module: str, name: str) -> Any:
@@ -186,7 +186,7 @@ class _Reader:
         module, name = wanted
         if wanted in FOREIGN or wanted in self.allow or module.split(".")[0] in FOREIGN_PACKAGES:
             return stub(module, name)
-        raise Refused(
+        raise PickleRefused(
             f"its pickle needs {module}.{name}, which is not on the list of harmless classes",
             "do not trust this file, or save it again with plain tensors, numbers, texts, lists and dicts only",
         )
@@ -208,7 +208,7 @@ class _Unpickler(pickle._Unpickler):
         **{code[0]: _checked(pickle._Unpickler.dispatch[code[0]], keys) for code, keys in _KEYS.items()},
     }
 
-    def __init__(self, stream: BinaryIO, *, reader: _Reader, locate: Callable[[str], Span] | None) -> None:
+    def __init__(self, stream: BinaryIO, *, reader: _Reader, locate: Callable[[str], StorageSpan] | None) -> None:
         super().__init__(stream)
         self._reader, self._locate = reader, locate
         self._known: dict[tuple[str, str], Any] = {}
@@ -220,20 +220,22 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> RawStorage:
         if self._locate is None or not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise Refused(f"its pickle refers to {shown(pid)}")
+            raise PickleRefused(f"its pickle refers to {shown(pid)}")
         _, kind, key, _, count, *view = pid
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(count) is not int or count < 0:
-            raise Refused(f"its pickle refers to storage {shown(pid)}")
+            raise PickleRefused(f"its pickle refers to storage {shown(pid)}")
         if self._reader.storages.setdefault(key, kind).dtype.itemsize != kind.dtype.itemsize:
-            raise Refused(f"storage {key} is used with two types")
+            raise PickleRefused(f"storage {key} is used with two types")
         span, width = self._locate(key), kind.dtype.itemsize
         if count * width > span.length:
-            raise Refused(f"storage {key} has {span.length} bytes and should have {count * width}", "copy it again")
+            raise PickleRefused(
+                f"storage {key} has {span.length} bytes and should have {count * width}", "copy it again"
+            )
         skip = 0
         if view and view[0] is not None:  # old files: a storage that is part of another
             _, start, count = view[0]
             if type(start) is not int or type(count) is not int or start < 0 or (start + count) * width > span.length:
-                raise Refused(f"its pickle refers to storage {shown(pid)}")
+                raise PickleRefused(f"its pickle refers to storage {shown(pid)}")
             skip = start * width
         return RawStorage(key=key, dtype=kind.dtype, offset=span.offset + skip, nbytes=count * width)
 
@@ -249,7 +251,7 @@ class _Cleaner:
     def clean(self, found: Any, *, limit: int) -> Any:
         made, size = self._clean(found)
         if size > limit:
-            raise Refused("its pickle repeats its own parts without end")
+            raise PickleRefused("its pickle repeats its own parts without end")
         return made
 
     def _clean(self, node: Any) -> tuple[Any, int]:
@@ -259,7 +261,7 @@ class _Cleaner:
         if id(node) in self.done:
             return self.done[id(node)]
         if id(node) in self.open:
-            raise Refused("its pickle contains itself", "save it without the loop")
+            raise PickleRefused("its pickle contains itself", "save it without the loop")
         self.open.add(id(node))
         self.done[id(node)] = self._make(node)
         self.open.remove(id(node))
@@ -274,7 +276,7 @@ class _Cleaner:
             return Stored(file=self.file, offset=at, dtype=kind, shape=shape, strides=(1,)), 1
         if isinstance(node, RawArray):
             if node.value is None:
-                raise Refused("it holds a numpy array without its data", DAMAGED)
+                raise PickleRefused("it holds a numpy array without its data", DAMAGED)
             return node.value, 1
         if isinstance(node, NumpyType):
             return Foreign(module="numpy", name="dtype", args=(node.code,)), 1
@@ -308,4 +310,4 @@ def _named(node: Any) -> Foreign:
     for (module, name), allowed in ALLOWED.items():
         if node is allowed:
             return Foreign(module=module, name=name)
-    raise Refused(f"it holds a {type(node).__name__}, which is no plain data")
+    raise PickleRefused(f"it holds a {type(node).__name__}, which is no plain data")

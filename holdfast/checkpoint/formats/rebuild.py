@@ -21,7 +21,7 @@ KEY_LIMIT = 1000  # parts of a key of a dict: tuples in tuples are hashed anew e
 EXPANDED_LIMIT = 64 << 20  # bytes: a tensor that repeats its storage (``expand``) may be no larger than this
 
 
-class Refused(Exception):
+class PickleRefused(Exception):
     """The pickle does something that it may not; ``hint`` says what to do."""
 
     def __init__(self, message: str, hint: str = "do not trust this file, unless you know why it does so") -> None:
@@ -45,14 +45,14 @@ def check_keys(keys: Iterable[Any]) -> None:
                 parts += part.args
                 parts += part.state.values() if isinstance(part.state, dict) else ()
             if len(parts) > KEY_LIMIT:
-                raise Refused("its pickle has a key of a dict, or a member of a set, that is nested without end")
+                raise PickleRefused("its pickle has a key of a dict, or a member of a set, that is nested without end")
 
 
 class Sealed:
     """Base of what a pickle may hold but not change. A dataclass with slots would bring a way to do it."""
 
     def __setstate__(self, state: Any) -> None:
-        raise Refused("its pickle changes a tensor, storage or function after it was made")
+        raise PickleRefused("its pickle changes a tensor, storage or function after it was made")
 
 
 @dataclass(frozen=True)
@@ -145,19 +145,21 @@ class NumpyType:
 
     def __init__(self, code: str, *_: Any) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[biufc](1|2|4|8|16)", code):
-            raise Refused(f"it holds a numpy array of type {shown(code)}", "only arrays of numbers are read")
+            raise PickleRefused(f"it holds a numpy array of type {shown(code)}", "only arrays of numbers are read")
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "="):
-            raise Refused(
+            raise PickleRefused(
                 f"it holds a numpy array of byte order {shown(state[1])}", "only little-endian files are read"
             )
 
     def read(self, data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         dtype = np.dtype(self.code)
         if not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
-            raise Refused(f"it holds a numpy array of shape {shape} whose bytes do not fit", "the file may be damaged")
+            raise PickleRefused(
+                f"it holds a numpy array of shape {shape} whose bytes do not fit", "the file may be damaged"
+            )
         return np.frombuffer(data, dtype)
 
 
@@ -172,10 +174,10 @@ class RawArray:
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, data = state
         if not isinstance(kind, NumpyType):
-            raise Refused("it holds a numpy array of no known type", "only arrays of numbers are read")
+            raise PickleRefused("it holds a numpy array of no known type", "only arrays of numbers are read")
         shape = _sizes(shape)
         if not is_possible(shape):
-            raise Refused(f"it holds a numpy array of shape {shown(shape)}, which none can have")
+            raise PickleRefused(f"it holds a numpy array of shape {shown(shape)}, which none can have")
         self.value = kind.read(data, shape).reshape(shape, order="F" if fortran else "C").copy()
 
 
@@ -190,34 +192,36 @@ def is_possible(shape: Sequence[int]) -> bool:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 60 for n in values):
-        raise Refused(f"a tensor has sizes or strides {shown(values)}")
+        raise PickleRefused(f"a tensor has sizes or strides {shown(values)}")
     return tuple(values)
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None = None) -> RawTensor:
     if not isinstance(storage, RawStorage) or type(offset) is not int or offset < 0:
-        raise Refused(f"a tensor lies at {shown(offset)} of {type(storage).__name__}")
+        raise PickleRefused(f"a tensor lies at {shown(offset)} of {type(storage).__name__}")
     shape, strides, dtype = _sizes(size), _sizes(stride), dtype or storage.dtype
     if len(shape) != len(strides):
-        raise Refused(f"a tensor of shape {shape} has strides {strides}")
+        raise PickleRefused(f"a tensor of shape {shape} has strides {strides}")
     width, count = dtype.itemsize, math.prod(shape)
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if count and (offset + last + 1) * width > storage.nbytes:
-        raise Refused(
+        raise PickleRefused(
             f"a tensor of shape {shape} and strides {strides} reaches beyond storage {storage.key}, "
             f"which has {storage.nbytes} bytes"
         )
     if count * width > max(storage.nbytes, EXPANDED_LIMIT):
-        raise Refused(f"a tensor of shape {shape} repeats storage {storage.key}", "save it with .contiguous()")
+        raise PickleRefused(f"a tensor of shape {shape} repeats storage {storage.key}", "save it with .contiguous()")
     if not is_possible(shape):
-        raise Refused(f"a tensor has the shape {shown(shape)}, which no tensor can have")
+        raise PickleRefused(f"a tensor has the shape {shown(shape)}, which no tensor can have")
     where = storage.offset + (offset * width if count else 0)
     return RawTensor(offset=where, dtype=dtype, shape=shape, strides=strides)
 
 
 def _plain(metadata: Any) -> None:
     if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
-        raise Refused(f"a tensor is marked {shown(metadata)}", "call .resolve_conj().resolve_neg() before saving it")
+        raise PickleRefused(
+            f"a tensor is marked {shown(metadata)}", "call .resolve_conj().resolve_neg() before saving it"
+        )
 
 
 def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RawTensor:
@@ -230,7 +234,7 @@ def _tensor_v3(
 ) -> RawTensor:
     _plain(metadata)
     if not isinstance(dtype, torch.dtype):
-        raise Refused(f"a tensor has dtype {shown(dtype)}")
+        raise PickleRefused(f"a tensor has dtype {shown(dtype)}")
     return _tensor(storage, offset, size, stride, dtype)
 
 
@@ -241,13 +245,13 @@ def _parameter(data: Any, *_: Any) -> Any:
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     """A tensor with Python attributes, which are dropped; subclasses of tensors mean more than their bytes."""
     if not isinstance(function, Call) or kind is not TENSOR or not isinstance(args, tuple):
-        raise Refused(f"it holds a tensor of the class {shown(kind)}", "save plain tensors")
+        raise PickleRefused(f"it holds a tensor of the class {shown(kind)}", "save plain tensors")
     return function(*args)
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise Refused(f"it encodes {type(text).__name__} as {shown(encoding)}")
+        raise PickleRefused(f"it encodes {type(text).__name__} as {shown(encoding)}")
     return text.encode("latin1")
 
 
@@ -262,20 +266,20 @@ def _set(kind: type[set[Any]] | type[frozenset[Any]]) -> Call:
 
 def _bytes(*args: Any) -> bytes:
     if args and not (len(args) == 1 and isinstance(args[0], bytes)):
-        raise Refused("it makes bytes from something else than bytes")  # bytes(10**12) would fill the memory
+        raise PickleRefused("it makes bytes from something else than bytes")  # bytes(10**12) would fill the memory
     return b"".join(args)
 
 
 def _member(kind: Any, name: Any) -> Stub:
     """Python 3.11 pickles a member of an enum as ``getattr(class, name)``; nothing else is looked up."""
     if not (isinstance(kind, type) and issubclass(kind, Stub) and isinstance(name, str)):
-        raise Refused(f"it calls getattr({shown(kind)}, {shown(name)})")
+        raise PickleRefused(f"it calls getattr({shown(kind)}, {shown(name)})")
     return kind(name)
 
 
 def _scalar(kind: Any, data: Any) -> Any:
     if not isinstance(kind, NumpyType):
-        raise Refused("it holds a numpy number of no known type", "only numbers are read")
+        raise PickleRefused("it holds a numpy number of no known type", "only numbers are read")
     return kind.read(data, ()).item()
 
 

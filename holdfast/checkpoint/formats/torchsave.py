@@ -12,6 +12,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,12 +21,11 @@ import torch
 from holdfast.checkpoint.disk import BLOCK, BUFFERS, Progress, explained, silent
 from holdfast.checkpoint.formats import pickled
 from holdfast.checkpoint.formats.archive import LEGACY_MAGIC
-from holdfast.checkpoint.formats.canonical import assemble
-from holdfast.checkpoint.formats.numbering import in_model_order, numbered
+from holdfast.checkpoint.formats.canonical import Tree, assemble, groups_in
 from holdfast.checkpoint.formats.output import appearing, with_arrays, without_numpy
 from holdfast.checkpoint.formats.rebuild import STORAGES
 from holdfast.checkpoint.pieces import Catalogue, row_major
-from holdfast.checkpoint.write import Array
+from holdfast.checkpoint.safetensors_writer import Array
 from holdfast.errors import CheckpointError
 
 _ALIGN = 64  # torch aligns each storage to this, so that a mapped file can be used as it is
@@ -71,7 +71,7 @@ def save(tree: Any, stream: BinaryIO, *, progress: Progress = silent) -> None:
     code = io.BytesIO()
     pickler = _Pickler(code, protocol=2)
     pickler.dump(tree)
-    with zipfile.ZipFile(_Part(stream), "w") as archive:
+    with zipfile.ZipFile(_FileTail(stream), "w") as archive:
         for name, text in {
             "data.pkl": code.getvalue(),
             ".format_version": b"1",
@@ -99,7 +99,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, source: Array, progress: 
             progress(end - begin)
 
 
-class _Part(io.RawIOBase):
+class _FileTail(io.RawIOBase):
     """The rest of a file, counted from here: a zip inside a larger file begins at its own zero."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -157,3 +157,65 @@ class _Pickler(pickle.Pickler):
         else:
             kind, count = torch.storage.UntypedStorage, source.nbytes
         return ("storage", kind, key, "cpu", count)
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+def in_model_order(catalogue: Catalogue) -> Tree:
+    """The optimizer with the parameters of each group in the model's order, if several ranks have saved it.
+
+    torch loads optimizers by position. What pipeline stages saved was put together rank by rank, and stages that
+    take turns do not hold the layers in their order. Of one rank the order is the script's own, and stays.
+    """
+    optimizer: Tree = catalogue.tree["optimizer"]
+    model = catalogue.tree.get("model")
+    groups = groups_in(optimizer) or []
+    names = [name for group in groups for name in group["params"]]
+    if catalogue.details.get("ranks", 1) == 1 or not all(isinstance(name, str) for name in names):
+        return optimizer
+    if isinstance(model, dict) and model.keys() >= set(names):
+        names = list(model)
+    place = {name: number for number, name in enumerate(_counted(names))}
+    return {**optimizer, "param_groups": [{**g, "params": sorted(g["params"], key=place.__getitem__)} for g in groups]}
+
+
+def _counted(names: list[str]) -> list[str]:
+    """Names as a module has them: what lies in one module together, and numbered modules in their order.
+
+    >>> _counted(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "norm", "layers.10.w"])
+    ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.10.w', 'norm']
+    """
+    root: Tree = {}
+    for name in names:
+        node = root
+        for part in name.split("."):
+            node = node.setdefault(part, {})
+        node[""] = name  # no part of a name is empty where a module's are meant
+
+    def walk(node: Tree) -> Iterator[str]:
+        keys = list(node)
+        numbers = iter(sorted((key for key in keys if key.isdecimal()), key=int))
+        for key in (next(numbers) if key.isdecimal() else key for key in keys):
+            if isinstance(node[key], str):
+                yield node[key]
+            else:
+                yield from walk(node[key])
+
+    return list(walk(root))
+
+
+def numbered(optimizer: Tree) -> Tree:
+    """The form that a plain ``Optimizer.load_state_dict`` takes: numbers, with the names beside them.
+
+    >>> numbered({"state": {"b": {}}, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]})
+    {'state': {1: {}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1, 'param_names': ['a', 'b']}]}
+    """
+    groups = groups_in(optimizer) or []
+    names = [name for group in groups for name in group["params"]]
+    if not names or not all(isinstance(name, str) for name in names):
+        return optimizer
+    numbers = {name: number for number, name in enumerate(names)}
+    made = [{**g, "params": [numbers[name] for name in g["params"]], "param_names": list(g["params"])} for g in groups]
+    state = {numbers.get(name, name): value for name, value in (optimizer.get("state") or {}).items()}
+    return {**optimizer, "state": state, "param_groups": made}

@@ -13,11 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.formats import deepspeed, deepspeed_universal, deepspeed_write, open_checkpoint, recognise
+from holdfast.checkpoint.formats import (
+    deepspeed,
+    deepspeed_universal,
+    deepspeed_universal_write,
+    open_checkpoint,
+    recognise,
+)
 from holdfast.checkpoint.formats.deepspeed_tp import pattern_of
-from holdfast.checkpoint.pieces import Catalogue, File, Ref, Stored, catalogue_tree, entry_of, row_major
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.pieces import Catalogue, DataFile, Ref, Stored, catalogue_tree, entry_of, row_major
 from holdfast.checkpoint.rules import Replicate, Rule, Rules, Shard
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.errors import CheckpointError, UsageError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -382,7 +388,9 @@ def catalogue_of(tmp_path: Path, tree: Mapping[str, Any]) -> Catalogue:
 
     filled, tensors = catalogue_tree(stored(dict(tree)))
     (tmp_path / "data").write_bytes(data)
-    return Catalogue(format="test", root=tmp_path, tensors=tensors, tree=filled, files={"data": File(bytes=len(data))})
+    return Catalogue(
+        format="test", root=tmp_path, tensors=tensors, tree=filled, files={"data": DataFile(bytes=len(data))}
+    )
 
 
 def torch_tree(**changes: Any) -> dict[str, Any]:
@@ -419,7 +427,7 @@ def test_any_optimizer_of_any_format_is_written(tmp_path: Path) -> None:
 def test_what_has_no_place_in_it_is_said(tmp_path: Path) -> None:
     model = {**torch_tree()["model"], "_extra_state": {"scale": torch.ones(1)}, "none": None}
     catalogue = catalogue_of(tmp_path, torch_tree(model=model))
-    filled, extra = deepspeed_write.changes(catalogue)
+    filled, extra = deepspeed_universal_write.changes(catalogue)
     assert filled.startswith("that 1 parameter, as v, had no state in the optimizer (DeepSpeed gives them zeros")
     assert extra == "the model's _extra_state, which is not a tensor"
     deepspeed_universal.write(catalogue, tmp_path / "out")
@@ -427,7 +435,7 @@ def test_what_has_no_place_in_it_is_said(tmp_path: Path) -> None:
     tree = torch_tree()
     tree["optimizer"]["param_groups"] = [{"params": ["w"]}, {"params": ["v"]}]
     (tmp_path / "two").mkdir()
-    assert deepspeed_write.changes(catalogue_of(tmp_path / "two", tree)) == []
+    assert deepspeed_universal_write.changes(catalogue_of(tmp_path / "two", tree)) == []
 
 
 @pytest.mark.parametrize(

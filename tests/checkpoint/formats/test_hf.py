@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from holdfast.checkpoint import open_checkpoint, save
 from holdfast.checkpoint.formats import hf, torchsave
 from holdfast.checkpoint.pieces import Catalogue
-from holdfast.checkpoint.write import DTYPES
+from holdfast.checkpoint.safetensors_writer import DTYPES
 from holdfast.errors import CheckpointError, UsageError
 from tests.checkpoint.formats.helpers import Model, bare, on_ranks, read_tree, sharded, trained
 

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as torch_dcp
 
 from holdfast.checkpoint.formats import megatron
 from holdfast.checkpoint.formats.megatron_dist import unflattened, unstacked
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Stored
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Stored, TensorEntry
 from holdfast.checkpoint.rules import Rule, Rules, Shard, copies
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.errors import CheckpointError, UsageError
 from tests.checkpoint.formats.helpers import bare, raw, read_tree
 from tests.checkpoint.formats.megatron_files import Layout, master, slot, whole, write
@@ -321,11 +321,11 @@ def test_stacked_layers_are_taken_apart_piece_by_piece(tmp_path: Path) -> None:
     stored = Stored(file="f", offset=0, dtype=torch.float32, shape=(3, 2, 4), strides=(8, 4, 1))
     boxes = [((0, 0, 0), (2, 2, 4)), ((2, 0, 0), (1, 2, 2)), ((2, 0, 2), (1, 2, 2))]
     pieces = (Box(offset=offset, shape=shape) for offset, shape in boxes)
-    entry = Entry(
+    entry = TensorEntry(
         shape=(3, 2, 4), dtype=torch.float32, pieces=tuple(Piece(box=b, stored=stored.part(b)) for b in pieces)
     )
     made = dict(unstacked("decoder.layers.w", entry))
-    catalogue = Catalogue(format="x", root=tmp_path, tensors=made, files={"f": File(bytes=96)})
+    catalogue = Catalogue(format="x", root=tmp_path, tensors=made, files={"f": DataFile(bytes=96)})
     for i in range(3):
         assert raw(read_tensor(catalogue, f"decoder.layers.{i}.w")) == raw(tensor[i])
 
@@ -343,9 +343,9 @@ def test_parts_that_were_flattened_get_their_shape_back(tmp_path: Path) -> None:
                 shape = (1, 1, stop - start)
                 stored = Stored(file="f", offset=at, dtype=torch.float32, shape=shape, strides=(1, 1, 1))
                 pieces.append(Piece(box=Box(offset=(i, j, start), shape=shape), stored=stored))
-    entry = Entry(shape=(2, 2, 6), dtype=torch.float32, pieces=tuple(pieces))
+    entry = TensorEntry(shape=(2, 2, 6), dtype=torch.float32, pieces=tuple(pieces))
     made = unflattened(entry, (4, 6), "w")
-    catalogue = Catalogue(format="x", root=tmp_path, tensors={"w": made}, files={"f": File(bytes=96)})
+    catalogue = Catalogue(format="x", root=tmp_path, tensors={"w": made}, files={"f": DataFile(bytes=96)})
     assert raw(read_tensor(catalogue, "w")) == raw(tensor)
     for shape in ((4, 5), (24,), (4, 12)):
         with pytest.raises(CheckpointError, match=r"w has the shape \(2, 2, 6\), its parameter"):

@@ -26,15 +26,15 @@ import torch
 from holdfast.checkpoint.formats import rebuild
 from holdfast.checkpoint.formats.files import files_of, pointer_of
 from holdfast.checkpoint.formats.pickled import Foreign, load
-from holdfast.checkpoint.pieces import Catalogue, File, Stored, entry_of
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.pieces import Catalogue, DataFile, Stored, entry_of
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.errors import CheckpointError
 from tests.checkpoint.formats.helpers import raw
 
 
 def tensor(folder: Path, stored: Stored) -> torch.Tensor:
     size = (folder / stored.file).stat().st_size
-    files = {stored.file: File(bytes=size)}
+    files = {stored.file: DataFile(bytes=size)}
     return read_tensor(Catalogue(format="", root=folder, tensors={"t": entry_of(stored)}, files=files), "t")
 
 
@@ -448,7 +448,7 @@ def test_files_of_refuses_what_is_missing_or_short(tmp_path: Path) -> None:
     torch.save(torch.ones(4), tmp_path / "a.pt")
     stored = load(tmp_path / "a.pt", root=tmp_path)
     tensors = {"model/w": entry_of(stored)}
-    assert files_of(tmp_path, tensors) == {"a.pt": File(bytes=(tmp_path / "a.pt").stat().st_size)}
+    assert files_of(tmp_path, tensors) == {"a.pt": DataFile(bytes=(tmp_path / "a.pt").stat().st_size)}
     (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[: stored.offset + 15])
     with pytest.raises(CheckpointError, match=r"a\.pt is too short to hold model/w"):
         files_of(tmp_path, tensors)

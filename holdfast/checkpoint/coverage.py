@@ -1,16 +1,49 @@
-"""Whether the parts of a tensor make the whole."""
+"""Coverage: whether the boxes of a tensor cover it, and where they overlap."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
-from holdfast.checkpoint.pieces import Box, Shape
+from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, take_out, whole
+from holdfast.checkpoint.rules import copies
 from holdfast.errors import CheckpointError
+
+
+def gaps(entry: TensorEntry) -> list[Box]:
+    """Boxes of a tensor that no piece holds.
+
+    >>> import torch
+    >>> [gap.offset for gap in gaps(TensorEntry(shape=(4,), dtype=torch.float32, pieces=()))]
+    [(0,)]
+    """
+    left = [whole(entry.shape)] if whole(entry.shape).numel else []
+    for piece in entry.pieces:
+        _, left = take_out(left, piece.box)
+    return left
+
+
+def overlaps(entry: TensorEntry) -> Iterator[tuple[Piece, Piece, Box]]:
+    """Pairs of pieces that hold the same elements, with the box that both hold."""
+    held = sum(piece.box.numel for piece in entry.pieces)
+    if entry.mean or held <= whole(entry.shape).numel:
+        return
+    twins = copies(entry)  # whole copies first: comparing all pairs takes long where there are many
+    for a, b in twins:
+        yield a, b, a.box
+    seconds = {id(b) for _, b in twins}
+    firsts = [piece for piece in entry.pieces if id(piece) not in seconds]
+    for a, b in combinations(firsts, 2):
+        common = a.box.intersect(b.box)
+        if common is not None:
+            yield a, b, common
 
 
 def check_tiling(boxes: Sequence[Box], shape: Shape, *, name: str, where: object) -> None:
     """Refuses boxes that leave a gap, overlap, or reach outside of the tensor.
+
+    ``name`` is the tensor's and ``where`` the file's, for the ``CheckpointError``.
 
     >>> check_tiling([Box(offset=(0,), shape=(2,)), Box(offset=(2,), shape=(3,))], (6,), name="w", where="a")
     Traceback (most recent call last):

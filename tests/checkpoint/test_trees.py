@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.merge import is_optimizer, merge
 from holdfast.checkpoint.pieces import Ref
+from holdfast.checkpoint.trees import is_optimizer, merge_trees
 from holdfast.errors import UsageError
 
 
@@ -21,7 +21,7 @@ def optimizer(*groups: dict[str, Any], **state: Any) -> dict[str, Any]:
 def test_stages_add_up_and_copies_are_one() -> None:
     first = {"model": {"a": Ref(name="model/a"), "c": Ref(name="model/c")}, "step": 7, "only first": [1]}
     second = {"model": {"b": Ref(name="model/b"), "c": Ref(name="model/c")}, "step": 7}
-    merged = merge([first, second, first])
+    merged = merge_trees([first, second, first])
     assert merged["model"] == {name: Ref(name=f"model/{name}") for name in "acb"}
     assert (merged["step"], merged["only first"]) == (7, [1])
     assert list(first["model"]) == ["a", "c"], "what was merged is not changed"
@@ -31,7 +31,7 @@ def test_optimizers_add_up_group_by_group() -> None:
     first = optimizer({"params": ["a"], "lr": 1}, {"params": ["b"], "lr": 2}, a={"step": 3})
     second = optimizer({"params": ["c", "a"], "lr": 1}, {"params": ["d"], "lr": 2}, c={"step": 3})
     third = optimizer({"params": ["e"], "lr": 9})
-    assert merge([first, second, third]) == optimizer(
+    assert merge_trees([first, second, third]) == optimizer(
         {"params": ["a", "c"], "lr": 1},
         {"params": ["b", "d"], "lr": 2},
         {"params": ["e"], "lr": 9},
@@ -42,13 +42,13 @@ def test_optimizers_add_up_group_by_group() -> None:
 
 def test_optimizers_in_lists_add_up_too() -> None:
     one, two = optimizer({"params": ["a"], "lr": 1}), optimizer({"params": ["b"], "lr": 1})
-    assert merge([{"all": [one]}, {"all": [two]}]) == {"all": [optimizer({"params": ["a", "b"], "lr": 1})]}
+    assert merge_trees([{"all": [one]}, {"all": [two]}]) == {"all": [optimizer({"params": ["a", "b"], "lr": 1})]}
 
 
 def test_an_empty_group_of_a_stage_is_not_in_the_way() -> None:
     first = optimizer({"params": ["a"], "lr": 1}, {"params": [], "lr": 5})
     second = optimizer({"params": [], "lr": 7}, {"params": ["b"], "lr": 2})
-    assert [group["params"] for group in merge([first, second])["param_groups"]] == [["a"], [], ["b"]]
+    assert [group["params"] for group in merge_trees([first, second])["param_groups"]] == [["a"], [], ["b"]]
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_an_empty_group_of_a_stage_is_not_in_the_way() -> None:
 )
 def test_what_is_not_the_same_is_refused_by_name(a: Any, b: Any, name: str) -> None:
     with pytest.raises(UsageError, match=f"workers disagree on (the settings of )?{name}:"):
-        merge([a, a, b])
+        merge_trees([a, a, b])
 
 
 def test_not_a_number_is_the_same_as_itself() -> None:
-    assert math.isnan(merge([{"loss": [math.nan]}, {"loss": [math.nan]}])["loss"][0])
+    assert math.isnan(merge_trees([{"loss": [math.nan]}, {"loss": [math.nan]}])["loss"][0])
 
 
 VALUES = st.recursive(
@@ -81,7 +81,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=2), VALUES, max_size=4), st.integers(1, 4))
 def test_copies_of_anything_are_that_thing(tree: dict[str, Any], count: int) -> None:
-    assert repr(merge([tree] * count)) == repr(tree)
+    assert repr(merge_trees([tree] * count)) == repr(tree)
 
 
 def test_only_what_torch_gives_is_an_optimizer() -> None:

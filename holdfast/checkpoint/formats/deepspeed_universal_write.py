@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.disk import Progress, explained, silent, sync_folder
-from holdfast.checkpoint.facts import some
-from holdfast.checkpoint.formats.deepspeed_tree import KEPT, OWN
+from holdfast.checkpoint.formats.deepspeed_extras import KEPT, OWN
 from holdfast.checkpoint.formats.output import appearing
 from holdfast.checkpoint.pieces import Catalogue, Ref, Shape
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
+from holdfast.checkpoint.trees import some
 from holdfast.errors import CheckpointError
 from holdfast.words import count
 

@@ -17,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.disk import ALIGN
-from holdfast.checkpoint.write import DTYPES, PAIRS, Array, Image, Staged, array_of, bytes_of, write_safetensors
+from holdfast.checkpoint.safetensors_writer import (
+    DTYPES,
+    PAIRS,
+    Array,
+    Image,
+    StagedImage,
+    array_of,
+    bytes_of,
+    write_safetensors,
+)
 from holdfast.errors import UsageError
 from tests.checkpoint.cases import blocks
 
@@ -152,7 +161,7 @@ def test_a_strided_tensor_in_blocks() -> None:
 
 def test_a_staged_image_is_a_copy_in_the_same_memory() -> None:
     tensor = some(torch.float32, (50, 300))
-    staged = Staged()
+    staged = StagedImage()
     with blocks():
         staged.take(Image([array_of("w", tensor)]))
         expected, memory = raw(tensor), staged._memory

@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint import disk, read
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Shape, Stored, whole
-from holdfast.checkpoint.read import Want, read_range, read_tensor
-from holdfast.checkpoint.write import DTYPES, PAIRS, bytes_of
+from holdfast.checkpoint import disk, tensor_reader
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Shape, Stored, TensorEntry, whole
+from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS, bytes_of
+from holdfast.checkpoint.tensor_reader import Want, read_range, read_tensor
 from holdfast.errors import CheckpointError
 from tests.checkpoint.cases import blocks
 
@@ -54,13 +54,13 @@ class Store:
         content += memory.tobytes()
         return stored
 
-    def catalogue(self, **entries: Entry) -> Catalogue:
+    def catalogue(self, **entries: TensorEntry) -> Catalogue:
         files = {}
         for name, content in self.files.items():
             (self.folder / name).write_bytes(content)
             data = np.frombuffer(bytes(content), dtype=np.uint8)
             sums = tuple(disk.checksum(data[start : start + disk.BLOCK]) for start in disk.blocks_of(len(data)))
-            files[name] = File(bytes=len(content), checksums=sums if self.checked else None)
+            files[name] = DataFile(bytes=len(content), checksums=sums if self.checked else None)
         return Catalogue(format="test", root=self.folder, tensors=entries, files=files)
 
 
@@ -139,12 +139,12 @@ def test_any_box_of_any_pieces_into_any_memory(
     for _ in range(data.draw(st.integers(0, 2))):  # later copies, of which nothing may be taken
         box = box_in(data.draw, shape)
         pieces.append(Piece(box=box, stored=store.put(data.draw, some(seed + 1, box.shape, dtype.itemsize), dtype)))
-    catalogue = store.catalogue(w=Entry(shape=shape, dtype=dtype, pieces=tuple(pieces)))
+    catalogue = store.catalogue(w=TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces)))
     boxes = [box_in(data.draw, shape) for _ in range(2)]
     targets = [tensor_in(data.draw, box.shape, dtype) for box in boxes]
     done: list[int] = []
     wants = [Want(name="w", box=box, out=out) for box, (_, _, out) in zip(boxes, targets, strict=True)]
-    read.read(catalogue, wants, threads=data.draw(st.sampled_from([1, 3])), progress=done.append)
+    tensor_reader.read(catalogue, wants, threads=data.draw(st.sampled_from([1, 3])), progress=done.append)
     for box, (memory, view, _) in zip(boxes, targets, strict=True):
         assert np.array_equal(view, logical[box.slices()])
         view[...] = 0xAB
@@ -159,7 +159,7 @@ def test_any_range_of_the_flattened_tensor(store: Store, data: st.DataObject, sh
     store.files.clear()
     logical = some(1, shape, dtype.itemsize)
     pieces = pieces_of(data.draw, store, logical, dtype)
-    catalogue = store.catalogue(w=Entry(shape=shape, dtype=dtype, pieces=tuple(pieces)))
+    catalogue = store.catalogue(w=TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces)))
     start = data.draw(st.integers(0, math.prod(shape)))
     stop = data.draw(st.integers(start, math.prod(shape)))
     out = np.full((stop - start) * dtype.itemsize, 0xAB, dtype=np.uint8)
@@ -179,9 +179,9 @@ def test_casts(store: Store, data: st.DataObject, shape: Shape, stored: torch.dt
     box = box_in(data.draw, shape)
     pieces.append(Piece(box=box, stored=store.put(data.draw, some(1, box.shape, stored.itemsize), stored)))
     declared = data.draw(st.sampled_from([stored, torch.float64]))  # a format may say more than its pieces do
-    catalogue = store.catalogue(w=Entry(shape=shape, dtype=declared, pieces=tuple(pieces)))
+    catalogue = store.catalogue(w=TensorEntry(shape=shape, dtype=declared, pieces=tuple(pieces)))
     _, view, out = tensor_in(data.draw, box.shape, wanted)
-    read.read(catalogue, [Want(name="w", box=box, out=out)])
+    tensor_reader.read(catalogue, [Want(name="w", box=box, out=out)])
     assert np.array_equal(view, numbers_of(values[box.slices()].to(declared).to(wanted)))
 
 
@@ -193,10 +193,10 @@ def test_means(store: Store, data: st.DataObject, shape: Shape, count: int, want
     values = [torch.randn(shape, generator=generator) for _ in range(count)]
     stored = [store.put(data.draw, numbers_of(value), torch.float32) for value in values]
     pieces = tuple(Piece(box=whole(shape), stored=one) for one in stored)
-    catalogue = store.catalogue(w=Entry(shape=shape, dtype=torch.float32, pieces=pieces, mean=True))
+    catalogue = store.catalogue(w=TensorEntry(shape=shape, dtype=torch.float32, pieces=pieces, mean=True))
     box = box_in(data.draw, shape)
     out = torch.empty(box.shape, dtype=wanted)
-    read.read(catalogue, [Want(name="w", box=box, out=out)])
+    tensor_reader.read(catalogue, [Want(name="w", box=box, out=out)])
     expected = (sum(value.double() for value in values) / count).float()[box.slices()].to(wanted)
     assert torch.equal(out, expected)
 
@@ -209,10 +209,10 @@ def test_a_gap_is_refused_by_name(
     store.files.clear()
     pieces = pieces_of(data.draw, store, some(1, shape, dtype.itemsize), dtype)
     missing = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
-    catalogue = store.catalogue(**{"model/w": Entry(shape=shape, dtype=dtype, pieces=tuple(pieces))})
+    catalogue = store.catalogue(**{"model/w": TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces))})
     out = torch.zeros(shape, dtype=torch.int16 if cast else dtype)
     with pytest.raises(CheckpointError, match=r"no piece holds .* of model/w"):
-        read.read(catalogue, [Want(name="model/w", box=whole(shape), out=out)])
+        tensor_reader.read(catalogue, [Want(name="model/w", box=whole(shape), out=out)])
     assert not numbers_of(out).any()  # and nothing was read
     for piece in pieces:
         read_tensor(catalogue, "model/w", piece.box)
@@ -228,7 +228,7 @@ def line_of(folder: Path, count: int, *, checked: bool = True, start: int = 0) -
     store = Store(folder=folder, checked=checked, files={"a.bin": bytearray(bytes(start) + bytes_of(values).tobytes())})
     stored = Stored(file="a.bin", offset=start, dtype=torch.int32, shape=(count,), strides=(1,))
     piece = Piece(box=whole((count,)), stored=stored)
-    return store.catalogue(w=Entry(shape=(count,), dtype=torch.int32, pieces=(piece,))), values
+    return store.catalogue(w=TensorEntry(shape=(count,), dtype=torch.int32, pieces=(piece,))), values
 
 
 @pytest.mark.parametrize("start", [0, 4, 1001])
@@ -244,12 +244,12 @@ def test_a_transposed_array_larger_than_a_span(tmp_path: Path) -> None:
     catalogue, values = line_of(tmp_path, 3000 * 1000)
     [piece] = catalogue.tensors["w"].pieces
     stored = Stored(file="a.bin", offset=piece.stored.offset, dtype=torch.int32, shape=(1000, 3000), strides=(1, 1000))
-    entry = Entry(shape=(1000, 3000), dtype=torch.int32, pieces=(Piece(box=whole((1000, 3000)), stored=stored),))
+    entry = TensorEntry(shape=(1000, 3000), dtype=torch.int32, pieces=(Piece(box=whole((1000, 3000)), stored=stored),))
     catalogue.tensors["t"] = entry
     assert torch.equal(read_tensor(catalogue, "t"), values.view(3000, 1000).t())
-    spans = read.plan(catalogue, [Want(name="t", box=whole(entry.shape), out=torch.empty(entry.shape).int())])
+    spans = tensor_reader.plan(catalogue, [Want(name="t", box=whole(entry.shape), out=torch.empty(entry.shape).int())])
     assert len(spans) > 1
-    assert max(span.stop - span.start for span in spans) <= read.SPAN + 2 * disk.BLOCK
+    assert max(span.stop - span.start for span in spans) <= tensor_reader.SPAN + 2 * disk.BLOCK
 
 
 def test_neighbours_share_a_block(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_neighbours_share_a_block(tmp_path: Path) -> None:
     boxes = [Box(offset=(start,), shape=(10,)) for start in range(0, 3000, 100)]
     outs = [torch.empty(10, dtype=torch.int32) for _ in boxes]
     wants = [Want(name="w", box=box, out=out) for box, out in zip(boxes, outs, strict=True)]
-    assert len(read.plan(catalogue, wants)) == 1
+    assert len(tensor_reader.plan(catalogue, wants)) == 1
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_damaged_block_names_some_of_what_it_holds(tmp_path: Path) -> None:
     [piece] = catalogue.tensors.pop("w").pieces
     for number in range(5):
         box = Box(offset=(10 * number,), shape=(10,))
-        catalogue.tensors[f"t{number}"] = Entry(
+        catalogue.tensors[f"t{number}"] = TensorEntry(
             shape=(10,), dtype=torch.int32, pieces=(Piece(box=whole((10,)), stored=piece.stored.part(box)),)
         )
     (tmp_path / "a.bin").write_bytes(b"\xff" * 4000)
@@ -311,26 +311,26 @@ def test_a_mean_needs_every_value(tmp_path: Path) -> None:
     half = Box(offset=(0,), shape=(5,))
     part = Piece(box=half, stored=piece.stored.part(half))
     for pieces in ((piece, part), ()):
-        catalogue.tensors["w"] = Entry(shape=(10,), dtype=torch.float32, pieces=pieces, mean=True)
+        catalogue.tensors["w"] = TensorEntry(shape=(10,), dtype=torch.float32, pieces=pieces, mean=True)
         with pytest.raises(CheckpointError, match="of w"):
             read_tensor(catalogue, "w")
-    catalogue.tensors["w"] = Entry(shape=(10,), dtype=torch.float32, pieces=(piece, piece), mean=True)
+    catalogue.tensors["w"] = TensorEntry(shape=(10,), dtype=torch.float32, pieces=(piece, piece), mean=True)
     assert torch.equal(read_tensor(catalogue, "w"), values.float())
 
 
 def test_what_is_cast_goes_through_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     catalogue, values = line_of(tmp_path, 10_000)
     sizes: list[int] = []
-    real = read._read_indirect
+    real = tensor_reader._read_indirect
 
     def watched(catalogue: Catalogue, name: str, box: Box, threads: int) -> torch.Tensor:
         sizes.append(box.numel)
         return real(catalogue, name, box, threads)
 
-    monkeypatch.setattr(read, "_read_indirect", watched)
-    monkeypatch.setattr(read, "CHUNK", 8 * 1000)
+    monkeypatch.setattr(tensor_reader, "_read_indirect", watched)
+    monkeypatch.setattr(tensor_reader, "CHUNK", 8 * 1000)
     out = torch.empty(10_000, dtype=torch.uint8)
-    read.read(catalogue, [Want(name="w", box=whole((10_000,)), out=out)])
+    tensor_reader.read(catalogue, [Want(name="w", box=whole((10_000,)), out=out)])
     assert torch.equal(out, values.to(torch.uint8))
     assert max(sizes) == 1000  # what is wanted is small, but what it comes from is not
 
@@ -339,7 +339,7 @@ def test_what_is_cast_goes_through_bounded_memory(tmp_path: Path, monkeypatch: p
 def test_tensors_that_the_want_does_not_fit_are_our_mistake(tmp_path: Path, shape: Shape) -> None:
     catalogue, _ = line_of(tmp_path, 1)
     with pytest.raises(AssertionError, match="cannot take"):
-        read.read(catalogue, [Want(name="w", box=whole((1,)), out=torch.empty(shape, dtype=torch.int32))])
+        tensor_reader.read(catalogue, [Want(name="w", box=whole((1,)), out=torch.empty(shape, dtype=torch.int32))])
 
 
 def test_all_small_boxes(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_all_small_boxes(tmp_path: Path) -> None:
     with blocks(64, span=96):
         catalogue, values = line_of(tmp_path, 5 * 6, checked=False)
         [piece] = catalogue.tensors["w"].pieces
-        entry = Entry(
+        entry = TensorEntry(
             shape=(5, 6), dtype=torch.int32, pieces=(Piece(box=whole((5, 6)), stored=piece.stored.reshaped((5, 6))),)
         )
         catalogue.tensors["m"] = entry

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.pieces import Box, whole
-from holdfast.checkpoint.share import Holding, share
+from holdfast.checkpoint.who_writes import HeldBoxes, share
 from holdfast.errors import UsageError
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -21,8 +21,8 @@ def box(*ranges: tuple[int, int]) -> Box:
     return Box(offset=tuple(a for a, _ in ranges), shape=tuple(b - a for a, b in ranges))
 
 
-def holding(shape: tuple[int, ...], *boxes: Box, **options: object) -> Holding:
-    return Holding(shape=shape, dtype=torch.float32, boxes=boxes or (whole(shape),), **options)
+def holding(shape: tuple[int, ...], *boxes: Box, **options: object) -> HeldBoxes:
+    return HeldBoxes(shape=shape, dtype=torch.float32, boxes=boxes or (whole(shape),), **options)
 
 
 @st.composite
@@ -45,10 +45,10 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 @st.composite
-def inventories(draw: st.DrawFn) -> list[dict[str, Holding]]:
+def inventories(draw: st.DrawFn) -> list[dict[str, HeldBoxes]]:
     """What some workers hold: of each tensor every box is on at least one of them; some do not know it at all."""
     count = draw(st.integers(1, 4))
-    found: list[dict[str, Holding]] = [{} for _ in range(count)]
+    found: list[dict[str, HeldBoxes]] = [{} for _ in range(count)]
     for number in range(draw(st.integers(0, 5))):
         shape, dtype = draw(SHAPES), draw(DTYPES)
         owners: dict[int, list[Box]] = {rank: [] for rank in range(count) if draw(st.booleans())}
@@ -57,12 +57,12 @@ def inventories(draw: st.DrawFn) -> list[dict[str, Holding]]:
                 if one.numel or draw(st.booleans()):  # a sharded tensor's empty box is not mentioned
                     owners.setdefault(rank, []).append(one)
         for rank, boxes in (owners or {0: []}).items():
-            found[rank][f"t{number}"] = Holding(shape=shape, dtype=dtype, boxes=tuple(boxes))
+            found[rank][f"t{number}"] = HeldBoxes(shape=shape, dtype=dtype, boxes=tuple(boxes))
     return found
 
 
 @given(inventories())
-def test_every_element_is_written_once_by_somebody_who_has_it(found: list[dict[str, Holding]]) -> None:
+def test_every_element_is_written_once_by_somebody_who_has_it(found: list[dict[str, HeldBoxes]]) -> None:
     jobs = share(found)
     assert jobs == share(found)
     for name in {name for inventory in found for name in inventory}:
@@ -105,7 +105,7 @@ def test_a_row_is_cut_along_its_columns() -> None:
 
 
 def test_an_empty_tensor_is_written_by_a_worker_that_has_it() -> None:
-    sharded = Holding(shape=(0, 4), dtype=torch.float32, boxes=())
+    sharded = HeldBoxes(shape=(0, 4), dtype=torch.float32, boxes=())
     assert [[name for name, _ in mine] for mine in share([{}, {"e": sharded}, {"e": sharded}])] == [[], ["e"], []]
 
 
@@ -123,12 +123,12 @@ def test_a_larger_box_serves_for_the_smaller_ones_in_it() -> None:
     ("first", "second", "words"),
     [
         (holding((4,)), holding((5,)), r"workers disagree on w: torch.float32 \(4,\) on worker 1"),
-        (holding((4,)), Holding(shape=(4,), dtype=torch.int64, boxes=()), "workers disagree on w"),
+        (holding((4,)), HeldBoxes(shape=(4,), dtype=torch.int64, boxes=()), "workers disagree on w"),
         (holding((4,), digest="a"), holding((4,), digest="b"), "workers 1 and 2 have different values of w"),
         (holding((4,), box((0, 1))), holding((4,), box((2, 4))), "no worker holds .*1.* of w"),
         (holding((4,), box((0, 3))), holding((4,), box((2, 4))), "parts of w that overlap"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_name(first: Holding, second: Holding, words: str) -> None:
+def test_what_does_not_fit_together_is_refused_by_name(first: HeldBoxes, second: HeldBoxes, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         share([{}, {"w": first}, {"w": second}])

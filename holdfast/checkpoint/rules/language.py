@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from holdfast.checkpoint.patterns import Flat, Partial, Pattern, Replicate, Shard, Step, Unique
+from holdfast.checkpoint.rules.patterns import Flat, Partial, Pattern, Replicate, Shard, Step, Unique
+from holdfast.checkpoint.trees import some
 from holdfast.errors import UsageError
 
 
@@ -158,10 +159,9 @@ class Rules:
         return None if self.base is None else self.base._find(name, layout=layout, used=used)
 
     def _refuse_idle(self, used: set[Rule], names: Sequence[str]) -> None:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         for rule in self.rules:
             if rule not in used:
-                raise UsageError(f"{rule} matches no tensor", hint=f"the tensors are {shown or 'none at all'}")
+                raise UsageError(f"{rule} matches no tensor", hint=f"the tensors are {some(names, 5) or 'none at all'}")
 
 
 SLOTS = "optimizer/state/"

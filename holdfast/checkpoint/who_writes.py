@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.checkpoint.pieces import Box, Shape, whole
+from holdfast.checkpoint.pieces import Box, Shape, take_out, whole
 from holdfast.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class HeldBoxes:
     """What one worker says it holds of a logical tensor.
 
     Copies must have the same ``digest`` where there is one. A ``leading`` tensor may differ: the first
@@ -28,14 +28,14 @@ class Holding:
     digest: str | None = None
 
 
-Inventory = Mapping[str, Holding]
+Inventory = Mapping[str, HeldBoxes]
 Job = tuple[str, Box]
 
 
 def share(inventories: Sequence[Inventory]) -> list[list[Job]]:
     """What each worker writes: every element once, copies shared out evenly.
 
-    >>> w = Holding(shape=(4,), dtype=torch.float32, boxes=(whole((4,)),))
+    >>> w = HeldBoxes(shape=(4,), dtype=torch.float32, boxes=(whole((4,)),))
     >>> [[(name, box.offset, box.shape) for name, box in jobs] for jobs in share([{"w": w}, {"w": w}])]
     [[('w', (0,), (2,))], [('w', (2,), (2,))]]
     """
@@ -105,15 +105,13 @@ def _tiling(name: str, shape: Shape, found: dict[Box, list[int]]) -> dict[Box, l
     chosen: dict[Box, list[int]] = {}
     left = [whole(shape)]
     for box in sorted(found, key=lambda b: (-b.numel, b.offset)):
-        inside = [(one, common) for one in left if (common := one.intersect(box)) is not None]
-        covered = sum(common.numel for _, common in inside)
+        inside, rest = take_out(left, box)
+        covered = sum(common.numel for common in inside)
         if not covered:
             continue  # a larger box that is already taken holds it too
         if covered != box.numel:
             raise UsageError(f"workers hold parts of {name} that overlap", hint="describe the layout with rules")
-        chosen[box] = found[box]
-        touched = [one for one, _ in inside]
-        left = [one for one in left if one not in touched] + [r for one, common in inside for r in one.without(common)]
+        chosen[box], left = found[box], rest
     if left:
         what = f"{left[0]} of {name}" if chosen else name
         raise UsageError(f"no worker holds {what}", hint="every part must be saved by somebody")

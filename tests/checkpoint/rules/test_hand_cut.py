@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint import load, open_checkpoint, save
-from holdfast.checkpoint.read import read_tensor
 from holdfast.checkpoint.rules import Rules
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.errors import CheckpointError, UsageError
 
 RULES = Rules.from_yaml(r"""

@@ -153,7 +153,7 @@ def _described(array: Array) -> dict[str, object]:
     return {"dtype": DTYPES[dtype], "shape": shape}
 
 
-class Staged:
+class StagedImage:
     """A copy of an image in memory that is kept from one save to the next, so that its pages are warm."""
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.disk import Progress, silent
-from holdfast.checkpoint.pieces import Catalogue, Shape, flat_boxes
-from holdfast.checkpoint.read import Want, read
+from holdfast.checkpoint.pieces import Catalogue
+from holdfast.checkpoint.tensor_reader import Want, flat_wants, read
 
 BATCH = 16 << 20  # bytes of each side that are in memory at once
 PART = 1 << 18  # elements whose difference is computed at once, in double precision
@@ -82,18 +82,6 @@ def _read(catalogue: Catalogue, ranges: Sequence[tuple[str, int, int]], progress
         wants += flat_wants(name, entry.shape, start, made[-1])
     read(catalogue, wants, progress=progress)
     return made
-
-
-def flat_wants(name: str, shape: Shape, start: int, line: torch.Tensor) -> Iterator[Want]:
-    """What fills a line with the elements of a flattened tensor from ``start`` on.
-
-    >>> [want.box.shape for want in flat_wants("w", (3, 4), 2, torch.empty(7))]
-    [(1, 2), (1, 4), (1, 1)]
-    """
-    done = 0
-    for box in flat_boxes(shape, start, start + len(line)):
-        yield Want(name=name, box=box, out=line[done : done + box.numel].view(box.shape))
-        done += box.numel
 
 
 def count(tally: Tally, a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> None:

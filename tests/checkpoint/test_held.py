@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import skip_init
 
-from holdfast.checkpoint.layout import held_of, order_of_cuts
+from holdfast.checkpoint.held import held_of, order_of_cuts
 from holdfast.checkpoint.pieces import Box
 from holdfast.errors import UsageError
 from tests.checkpoint.layouts import mesh

@@ -19,16 +19,16 @@ from holdfast import codec
 from holdfast.checkpoint import index
 from holdfast.checkpoint.background import Work
 from holdfast.checkpoint.disk import THREADS, Bytes, Progress, checksum, explained, make_folder, silent, write_blocks
-from holdfast.checkpoint.layout import Held
-from holdfast.checkpoint.merge import merge
+from holdfast.checkpoint.held import Held
 from holdfast.checkpoint.objects import Described, describe
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Shape, Stored, row_major
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, Stored, TensorEntry, row_major
 from holdfast.checkpoint.progress import bar
 from holdfast.checkpoint.ranks import Ranks, current, together
-from holdfast.checkpoint.ruled import Local, Plain, locals_of
 from holdfast.checkpoint.rules import Rules
-from holdfast.checkpoint.share import Holding, Job, share
-from holdfast.checkpoint.write import Array, Image, Staged, Written, array_of, bytes_of
+from holdfast.checkpoint.rules.hand_cut import Local, Plain, locals_of
+from holdfast.checkpoint.safetensors_writer import Array, Image, StagedImage, Written, array_of, bytes_of
+from holdfast.checkpoint.trees import merge_trees
+from holdfast.checkpoint.who_writes import HeldBoxes, Job, share
 from holdfast.errors import CheckpointError
 
 SMALL = 1 << 20  # bytes; copies of larger parameters and slots are compared in samples
@@ -65,12 +65,12 @@ def save(
         work.carry_out(work.image.fill, progress=progress, threads=THREADS)
 
 
-class Pending(Work):
+class PendingSave(Work):
     """A save that goes on in the background. An error in it is raised by ``wait`` or by the next save."""
 
 
-_pending: list[Pending] = []
-_staged: list[Staged] = []  # that nobody writes from at the moment; usually one
+_pending: list[PendingSave] = []
+_staged: list[StagedImage] = []  # that nobody writes from at the moment; usually one
 
 
 def wait_for_saves() -> None:
@@ -96,7 +96,7 @@ def async_save(
     ranks: Ranks | None = None,
     rules: Rules | None = None,
     place: Mapping[str, int] | None = None,
-) -> Pending:
+) -> PendingSave:
     """As :func:`save`, but returns once everything is copied: what you change afterwards is not in the file.
 
     >>> import tempfile, torch
@@ -108,7 +108,7 @@ def async_save(
     ranks = ranks or current(group)
     together(ranks, "save", wait_for_saves)
     work = Save(Path(path).absolute(), tree, ranks, rules=rules, place=place)
-    staged = _staged.pop() if _staged else Staged()
+    staged = _staged.pop() if _staged else StagedImage()
     together(ranks, "save", lambda: staged.take(work.image))
 
     def carry_out() -> None:
@@ -117,13 +117,13 @@ def async_save(
         finally:
             _staged[:] = [staged]  # one is kept, its pages warm
 
-    pending = Pending(carry_out, f"saving {path}")
+    pending = PendingSave(carry_out, f"saving {path}")
     _pending.append(pending)
     return pending
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class WriteReport:
     """What a worker has written."""
 
     file: str
@@ -159,7 +159,7 @@ class Save:
                 **held,
                 **together(ranks, "save", lambda: {n: one.held(held[n].parts[0].tensor) for n, one in mine.items()}),
             }
-        self._tree = merge([codec.decode(said["tree"], lambda name: Ref(name=name)) for said in self._all])
+        self._tree = merge_trees([codec.decode(said["tree"], lambda name: Ref(name=name)) for said in self._all])
         self._jobs = share(self._holdings)
         jobs = self._jobs[ranks.rank]
         self.image = together(ranks, "save", lambda: Image([_array(job, held) for job in jobs]))
@@ -176,7 +176,7 @@ class Save:
         reports = [read_report(text) for text in self.ranks.exchange(write_report(report))]
         together(self.ranks, "save", lambda: self.commit(reports) if self.ranks.rank == 0 else None)
 
-    def write(self, fill: Fill, progress: Progress = silent, threads: int = THREADS) -> Report:
+    def write(self, fill: Fill, progress: Progress = silent, threads: int = THREADS) -> WriteReport:
         """Writes this worker's file; durable when it returns."""
         name = index.data_name(self.id, self.ranks.rank)
         with explained(self.path, "create"):
@@ -186,9 +186,9 @@ class Save:
         sums = write_blocks(self.path / name, self.image.size, fill, progress=progress, threads=threads)
         written = Written(bytes=self.image.size, checksums=sums, offsets=self.image.offsets)
         writer = f"rank {self.ranks.rank} of {self.ranks.size} on {socket.gethostname()}"
-        return Report(file=name, writer=writer, written=written)
+        return WriteReport(file=name, writer=writer, written=written)
 
-    def commit(self, reports: Sequence[Report]) -> None:
+    def commit(self, reports: Sequence[WriteReport]) -> None:
         """Makes the checkpoint exist, once all reports are there; then what it replaces may go."""
         for report in reports:
             if not (self.path / report.file).exists():
@@ -202,7 +202,7 @@ class Save:
             tree=self._tree,
             tensors=self._entries(reports),
             files={
-                r.file: File(bytes=r.written.bytes, checksums=r.written.checksums, writer=r.writer) for r in reports
+                r.file: DataFile(bytes=r.written.bytes, checksums=r.written.checksums, writer=r.writer) for r in reports
             },
             tied={k: v for said in self._all for k, v in said["tied"].items()},
             frozen=tuple(dict.fromkeys(n for said in self._all for n in said["frozen"])),
@@ -212,7 +212,7 @@ class Save:
         index.commit(catalogue, self.id)
         index.clean(self.path, keep=catalogue.files)
 
-    def _entries(self, reports: Sequence[Report]) -> dict[str, Entry]:
+    def _entries(self, reports: Sequence[WriteReport]) -> dict[str, TensorEntry]:
         known = {name: holding for holdings in self._holdings for name, holding in holdings.items()}
         pieces: dict[str, list[Piece]] = {name: [] for name in known}
         for jobs, report in zip(self._jobs, reports, strict=True):
@@ -227,7 +227,7 @@ class Save:
                 )
                 pieces[name].append(Piece(box=box, stored=stored))
         return {
-            name: Entry(shape=holding.shape, dtype=holding.dtype, pieces=tuple(pieces[name]))
+            name: TensorEntry(shape=holding.shape, dtype=holding.dtype, pieces=tuple(pieces[name]))
             for name, holding in known.items()
         }
 
@@ -276,9 +276,9 @@ def _samples(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([flat[start : start + length] for start in range(0, flat.numel(), flat.numel() // SAMPLES)])
 
 
-def _holdings(said: Mapping[str, Any]) -> dict[str, Holding]:
+def _holdings(said: Mapping[str, Any]) -> dict[str, HeldBoxes]:
     return {
-        name: Holding(
+        name: HeldBoxes(
             shape=tuple(shape),
             dtype=codec.dtype_of(dtype),
             boxes=tuple(Box(offset=tuple(offset), shape=tuple(size)) for offset, size in boxes),
@@ -299,9 +299,9 @@ def _plain(said: Mapping[str, Any]) -> dict[str, Plain]:
     }
 
 
-def _cut(holdings: Mapping[str, Holding], parts: Mapping[str, Local]) -> dict[str, Holding]:
+def _cut(holdings: Mapping[str, HeldBoxes], parts: Mapping[str, Local]) -> dict[str, HeldBoxes]:
     return {
-        name: Holding(
+        name: HeldBoxes(
             shape=part.shape,
             dtype=holdings[name].dtype,
             boxes=tuple(box for box, _ in part.boxes),
@@ -326,11 +326,11 @@ def _array(job: Job, held: Mapping[str, Held]) -> Array:
     return array_of(called, part.tensor[box.relative_to(part.box).slices()])
 
 
-def write_report(report: Report) -> bytes:
+def write_report(report: WriteReport) -> bytes:
     written = report.written
     return json.dumps([report.file, report.writer, written.bytes, written.checksums, dict(written.offsets)]).encode()
 
 
-def read_report(text: bytes) -> Report:
+def read_report(text: bytes) -> WriteReport:
     file, writer, size, sums, offsets = json.loads(text)
-    return Report(file=file, writer=writer, written=Written(bytes=size, checksums=tuple(sums), offsets=offsets))
+    return WriteReport(file=file, writer=writer, written=Written(bytes=size, checksums=tuple(sums), offsets=offsets))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.objects import NUMPY, names_in
-from holdfast.checkpoint.pieces import Entry, Ref, Shape, name_of
-from holdfast.checkpoint.read import find
+from holdfast.checkpoint.objects import names_in
+from holdfast.checkpoint.pieces import NUMPY, Ref, Shape, TensorEntry, name_of
+from holdfast.checkpoint.tensor_reader import find
 from holdfast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.load import Filler
+    from holdfast.checkpoint.loading import Filler
 
 Key = str | int
 # Slots of Adam and SGD that are laid out as their parameter is; others may have any shape.
@@ -155,7 +155,9 @@ def _make(
     return target
 
 
-def _room(group: dict[str, Any], p: torch.Tensor, entry: Entry, present: Any, key: Key, shape: Shape) -> torch.Tensor:
+def _room(
+    group: dict[str, Any], p: torch.Tensor, entry: TensorEntry, present: Any, key: Key, shape: Shape
+) -> torch.Tensor:
     """Memory for a slot of a parameter that is, on all workers together, of a shape."""
     like = tuple(p.shape) if entry.shape == shape else entry.shape
     if isinstance(present, torch.Tensor) and tuple(present.shape) == like and present.dtype == entry.dtype:

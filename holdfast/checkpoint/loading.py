@@ -16,12 +16,10 @@ from torch.optim import Optimizer
 
 from holdfast import codec
 from holdfast.checkpoint.formats import open_checkpoint
-from holdfast.checkpoint.layout import Held, held_of
-from holdfast.checkpoint.merge import is_optimizer
+from holdfast.checkpoint.held import Held, held_of
 from holdfast.checkpoint.objects import (
-    NUMPY,
     Absent,
-    Partial,
+    PartialModule,
     absent_in,
     clean,
     describe,
@@ -31,15 +29,16 @@ from holdfast.checkpoint.objects import (
     tensors_of,
     unwrap,
 )
-from holdfast.checkpoint.pieces import Catalogue, Ref, name_of, whole
+from holdfast.checkpoint.optimizer_loading import fill_optimizer
+from holdfast.checkpoint.pieces import NUMPY, Catalogue, Ref, name_of, whole
 from holdfast.checkpoint.progress import bar
 from holdfast.checkpoint.ranks import Ranks, current, together
-from holdfast.checkpoint.read import Want, find, read
-from holdfast.checkpoint.ruled import Local, Plain, locals_of
 from holdfast.checkpoint.rules import Rules, parameter_of
-from holdfast.checkpoint.save import join_saves
-from holdfast.checkpoint.slots import fill_optimizer
-from holdfast.checkpoint.write import bytes_of
+from holdfast.checkpoint.rules.hand_cut import Local, Plain, locals_of
+from holdfast.checkpoint.safetensors_writer import bytes_of
+from holdfast.checkpoint.saving import join_saves
+from holdfast.checkpoint.tensor_reader import Want, find, read
+from holdfast.checkpoint.trees import is_optimizer, some
 from holdfast.errors import CheckpointError, UsageError
 
 Path_ = tuple[Any, ...]
@@ -146,7 +145,7 @@ class Filler:
         sections = [
             node
             for key, target in into.items()
-            if isinstance(target, nn.Module | Partial) and isinstance(node := self.catalogue.tree.get(key), dict)
+            if isinstance(target, nn.Module | PartialModule) and isinstance(node := self.catalogue.tree.get(key), dict)
         ]
         return {
             name: first
@@ -167,11 +166,11 @@ class Filler:
         for finish in self.later:
             finish()
         if left_out := self.catalogue.details.get("left_out"):
-            warnings.warn(f"{self.catalogue.root}: not read: {_some(list(left_out))}", stacklevel=2)
+            warnings.warn(f"{self.catalogue.root}: not read: {some(list(left_out))}", stacklevel=2)
 
     def fill(self, target: Any, node: Any, path: Path_) -> Any:
-        if isinstance(target, nn.Module | Partial):
-            self._module(Partial.of(target), node, path)
+        if isinstance(target, nn.Module | PartialModule):
+            self._module(PartialModule.of(target), node, path)
             return target
         if isinstance(target, Optimizer) and is_plain(target):
             if not is_optimizer(node):
@@ -271,7 +270,7 @@ class Filler:
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a list of {len(target)}")
         return type(target)([self.fill(t, n, (*path, i)) for i, (t, n) in enumerate(zip(target, node, strict=True))])
 
-    def _module(self, part: Partial, node: Any, path: Path_) -> None:
+    def _module(self, part: PartialModule, node: Any, path: Path_) -> None:
         if not isinstance(node, dict):
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a module's state")
         targets, inner = {**tensors_of(part.module), **part.absent}, unwrap(part.module)
@@ -305,7 +304,7 @@ class Filler:
 
     def refuse_missing(self, names: list[Any], path: Path_) -> None:
         if names:
-            raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} has no {_some(names)}")
+            raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} has no {some(names)}")
 
     def leave(self, names: list[Any], path: Path_) -> None:
         """Remembers what this worker does not take; another one, with another stage, may."""
@@ -317,7 +316,7 @@ class Filler:
             first, *others = [left[section] for left in everybody if section in left]
             if names := [name for name in first if all(name in other for other in others)]:
                 raise CheckpointError(
-                    f"{self.catalogue.root}: {section} has {_some(names)}, which nothing here takes",
+                    f"{self.catalogue.root}: {section} has {some(names)}, which nothing here takes",
                     hint="strict=False leaves it out",
                 )
 
@@ -328,9 +327,4 @@ def _is_filled(target: Any) -> bool:
         return any(map(_is_filled, target.values()))
     if isinstance(target, list | tuple):
         return any(map(_is_filled, target))
-    return isinstance(target, torch.Tensor | Absent | Partial) or hasattr(target, "load_state_dict")
-
-
-def _some(names: list[Any]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(str, names[:3])) + more
+    return isinstance(target, torch.Tensor | Absent | PartialModule) or hasattr(target, "load_state_dict")

@@ -21,8 +21,8 @@ from holdfast.checkpoint.disk import (
     round_up,
     silent,
 )
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Stored, flat_boxes, whole
-from holdfast.checkpoint.transfer import Span, Transfer, carry_out
+from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Shape, Stored, TensorEntry, flat_boxes, take_out, whole
+from holdfast.checkpoint.transfer import FileSpan, Transfer, carry_out
 from holdfast.errors import CheckpointError
 
 SPAN = 2 * BLOCK  # a strided part is cut until it spans no more
@@ -53,14 +53,22 @@ def read_range(catalogue: Catalogue, name: str, start: int, stop: int, out: Byte
     if start >= stop:
         return  # torch cannot view nothing as something else
     line = torch.from_numpy(out).view(entry.dtype)
-    wants, done = [], 0
-    for box in flat_boxes(entry.shape, start, stop):
-        wants.append(Want(name=name, box=box, out=line[done : done + box.numel].view(box.shape)))
+    read(catalogue, [*flat_wants(name, entry.shape, start, line)], threads=1)
+
+
+def flat_wants(name: str, shape: Shape, start: int, line: torch.Tensor) -> Iterator[Want]:
+    """Wants that together fill a line with the elements of a flattened tensor from ``start`` on.
+
+    >>> [want.box.shape for want in flat_wants("w", (3, 4), 2, torch.empty(7))]
+    [(1, 2), (1, 4), (1, 1)]
+    """
+    done = 0
+    for box in flat_boxes(shape, start, start + len(line)):
+        yield Want(name=name, box=box, out=line[done : done + box.numel].view(box.shape))
         done += box.numel
-    read(catalogue, wants, threads=1)
 
 
-def find(catalogue: Catalogue, name: str) -> Entry:
+def find(catalogue: Catalogue, name: str) -> TensorEntry:
     """A tensor's entry, or an error that names it."""
     if name not in catalogue.tensors:
         raise CheckpointError(f"{catalogue.root} has no tensor {name}", hint="holdfast ckpt inspect lists them")
@@ -87,11 +95,11 @@ def read(catalogue: Catalogue, wants: Sequence[Want], *, progress: Progress = si
             progress(target.nbytes)
 
 
-def _as_stored(entry: Entry, want: Want) -> bool:
+def _as_stored(entry: TensorEntry, want: Want) -> bool:
     return all(piece.stored.dtype == want.out.dtype for piece in entry.pieces)
 
 
-def _itemsize(entry: Entry, want: Want) -> int:
+def _itemsize(entry: TensorEntry, want: Want) -> int:
     return max(want.out.element_size(), entry.dtype.itemsize, *(p.stored.dtype.itemsize for p in entry.pieces), 8)
 
 
@@ -133,7 +141,7 @@ def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def plan(catalogue: Catalogue, wants: Sequence[Want]) -> list[Span]:
+def plan(catalogue: Catalogue, wants: Sequence[Want]) -> list[FileSpan]:
     """Which bytes of which files go where."""
     transfers: list[Transfer] = []
     for want in wants:
@@ -148,15 +156,8 @@ def _sources(catalogue: Catalogue, name: str, box: Box, pieces: Sequence[Piece])
     found = []
     left = [box] if box.numel else []
     for piece in pieces:
-        rest = []
-        for one in left:
-            common = one.intersect(piece.box)
-            if common is None:
-                rest.append(one)
-            else:
-                found.append((piece, common))
-                rest += one.without(common)
-        left = rest
+        inside, left = take_out(left, piece.box)
+        found += [(piece, common) for common in inside]
     _refuse_gaps(catalogue, name, left)
     return found
 
@@ -207,23 +208,23 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return (tensor.view(sizes[tensor.element_size()]) if tensor.element_size() in sizes else tensor).numpy()
 
 
-def _spans(transfers: list[Transfer], catalogue: Catalogue) -> list[Span]:
+def _spans(transfers: list[Transfer], catalogue: Catalogue) -> list[FileSpan]:
     """Transfers that begin in blocks which are read anyway share the read."""
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     for transfer in sorted(transfers, key=lambda t: (t.stored.file, t.stored.offset)):
         stored = transfer.stored
         if not stored.span:
             continue
         start, stop = stored.offset // BLOCK * BLOCK, round_up(stored.offset + stored.span, BLOCK)
         if not spans or spans[-1].file != stored.file or stop > spans[-1].stop:
-            spans.append(Span(file=stored.file, start=start, stop=stop))
+            spans.append(FileSpan(file=stored.file, start=start, stop=stop))
         spans[-1].transfers.append(transfer)
     for span in spans:
         _trim(span, catalogue)
     return spans
 
 
-def _trim(span: Span, catalogue: Catalogue) -> None:
+def _trim(span: FileSpan, catalogue: Catalogue) -> None:
     """Whole blocks have to be read only where they are checked."""
     known = catalogue.files[span.file]
     if known.checksums is None:

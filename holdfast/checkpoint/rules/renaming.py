@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.checkpoint.merge import is_optimizer
 from holdfast.checkpoint.pieces import Catalogue, Ref
 from holdfast.checkpoint.rules import Rules
+from holdfast.checkpoint.trees import is_optimizer, refs
 
 MODEL = "model/"
 
@@ -57,19 +57,8 @@ def _key(key: Any, names: Mapping[str, str]) -> Any:
 
 def _moved(key: Any, item: Any, names: Mapping[str, str], depth: int) -> Any:
     """A key that is part of a tensor's name becomes what stands at its place in the new one."""
-    for name in _refs(item):
-        new = names.get(name, name)
-        if new != name:
+    for ref in refs(item):
+        new = names.get(ref.name, ref.name)
+        if new != ref.name:
             return new.split("/")[depth].replace("%2F", "/").replace("%25", "%")
     return key
-
-
-def _refs(node: Any) -> Iterator[str]:
-    if isinstance(node, Ref):
-        yield node.name
-    elif isinstance(node, dict):
-        for item in node.values():
-            yield from _refs(item)
-    elif isinstance(node, list | tuple):
-        for item in node:
-            yield from _refs(item)

@@ -23,7 +23,7 @@ class Misfit(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class FragmentPart:
     """A box of a logical tensor, and where it lies inside a fragment (an index).
 
     Both boxes have the same shape, unless the fragment is flat: then ``local`` is a range of it.
@@ -35,11 +35,11 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class TensorBlock:
     """A tensor or a part of one: its shape, what it is made of, and its shape before it was flattened."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[FragmentPart, ...]
     unflattened: Shape | None = None
 
 
@@ -116,7 +116,7 @@ class Shard:
             raise Misfit(f"its shards have {_sum(sizes)} along dim {self.dim}, which is not {what} of equal size")
         return (total // self.parts,) * self.parts
 
-    def join(self, blocks: Sequence[Block]) -> Block:
+    def join(self, blocks: Sequence[TensorBlock]) -> TensorBlock:
         """The block that one block for each place along ``axis`` makes up."""
         first = blocks[0].shape
         dim = self.dim + len(first) if self.dim < 0 else self.dim
@@ -129,7 +129,7 @@ class Shard:
                     f"{self.axis} 0 has the shape {first}, {self.axis} {i} {block.shape}"
                 )
         total, runs = self.runs([block.shape[dim] for block in blocks])
-        parts: list[Part] = []
+        parts: list[FragmentPart] = []
         for block, mine in zip(blocks, runs, strict=True):
             done = 0
             for start, length in mine:
@@ -137,7 +137,7 @@ class Shard:
                 source = _slab(block.shape, dim, done, kept)
                 parts += _moved(block, source, _slab(block.shape, dim, start, kept))
                 done += length
-        return Block(shape=(*first[:dim], total, *first[dim + 1 :]), parts=tuple(parts))
+        return TensorBlock(shape=(*first[:dim], total, *first[dim + 1 :]), parts=tuple(parts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ class Flat:
     axis: str = "dp"
     shape: Shape | None = None
 
-    def join(self, blocks: Sequence[Block]) -> Block:
+    def join(self, blocks: Sequence[TensorBlock]) -> TensorBlock:
         """The block that one range for each place along ``axis`` makes up."""
         shapes = {block.unflattened for block in blocks} if self.shape is None else {self.shape}
         shape = shapes.pop()
@@ -160,15 +160,15 @@ class Flat:
         count = math.prod(shape)
         if sum(sizes) < count:
             raise Misfit(f"its flat shards have {_sum(sizes)} elements, fewer than the {count} of shape {shape}")
-        parts: list[Part] = []
+        parts: list[FragmentPart] = []
         start = 0
         for block, size in zip(blocks, sizes, strict=True):
             for box in flat_boxes(shape, start, min(start + size, count)):
                 begin = sum(o * s for o, s in zip(box.offset, row_major(shape), strict=True))
                 local = Box(offset=(begin - start,), shape=(box.numel,))
-                parts += (Part(fragment=part.fragment, box=box, local=local) for part in block.parts)
+                parts += (FragmentPart(fragment=part.fragment, box=box, local=local) for part in block.parts)
             start += size
-        return Block(shape=shape, parts=tuple(parts))
+        return TensorBlock(shape=shape, parts=tuple(parts))
 
 
 Step = Shard | Flat
@@ -176,7 +176,7 @@ Pattern = Unique | Replicate | Partial | Shard | Flat | tuple[Step, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
+class PlacedFragment:
     """A fragment among those of its tensor: its index, where it lies, and its shape."""
 
     index: int
@@ -185,10 +185,10 @@ class Member:
     unflattened: Shape | None = None
 
 
-def assemble(members: Sequence[Member], steps: Sequence[Step], sizes: Mapping[str, int]) -> Block:
+def assemble(members: Sequence[PlacedFragment], steps: Sequence[Step], sizes: Mapping[str, int]) -> TensorBlock:
     """The block that fragments make up; ``sizes`` says how many places an axis has.
 
-    >>> halves = [Member(index=i, place={"tp": i}, shape=(2, 3)) for i in range(2)]
+    >>> halves = [PlacedFragment(index=i, place={"tp": i}, shape=(2, 3)) for i in range(2)]
     >>> assemble(halves, [Shard(dim=1)], {"tp": 2}).parts[1].box
     Box(offset=(0, 3), shape=(2, 3))
     """
@@ -196,10 +196,10 @@ def assemble(members: Sequence[Member], steps: Sequence[Step], sizes: Mapping[st
         assert len(members) == 1, "the caller has seen to it that places differ along the steps' axes alone"
         one = members[0]
         box = whole(one.shape)
-        parts = (Part(fragment=one.index, box=box, local=box),) if box.numel else ()
-        return Block(shape=one.shape, parts=parts, unflattened=one.unflattened)
+        parts = (FragmentPart(fragment=one.index, box=box, local=box),) if box.numel else ()
+        return TensorBlock(shape=one.shape, parts=parts, unflattened=one.unflattened)
     step, *inner = steps
-    at: dict[int, list[Member]] = {}
+    at: dict[int, list[PlacedFragment]] = {}
     for member in members:
         if step.axis not in member.place:
             raise Misfit(f"it is cut along {step.axis}, but its fragments have no place there: {dict(member.place)}")
@@ -213,7 +213,7 @@ def assemble(members: Sequence[Member], steps: Sequence[Step], sizes: Mapping[st
     return step.join([assemble(at[i], inner, sizes) for i in range(count)])
 
 
-def _moved(block: Block, source: Box, target: Box) -> Iterator[Part]:
+def _moved(block: TensorBlock, source: Box, target: Box) -> Iterator[FragmentPart]:
     """What a block has of one of its boxes, for a whole in which that box lies elsewhere."""
     for part in block.parts:
         common = part.box.intersect(source)
@@ -224,10 +224,10 @@ def _moved(block: Block, source: Box, target: Box) -> Iterator[Part]:
                 t + p + b - s
                 for t, p, b, s in zip(target.offset, part.box.offset, box.offset, source.offset, strict=True)
             )
-            yield Part(fragment=part.fragment, box=Box(offset=tuple(offset), shape=box.shape), local=local)
+            yield FragmentPart(fragment=part.fragment, box=Box(offset=tuple(offset), shape=box.shape), local=local)
 
 
-def _within(part: Part, box: Box) -> Iterator[tuple[Box, Box]]:
+def _within(part: FragmentPart, box: Box) -> Iterator[tuple[Box, Box]]:
     """Boxes that make up a box of a part, each with where it lies in the fragment."""
     if part.local.shape == part.box.shape:
         offset = tuple(a + b for a, b in zip(part.local.offset, box.offset, strict=True))
@@ -281,7 +281,7 @@ def _but(shape: Shape, dim: int) -> Shape:
     return shape[:dim] + shape[dim + 1 :]
 
 
-def _length(block: Block, where: str) -> int:
+def _length(block: TensorBlock, where: str) -> int:
     if len(block.shape) != 1:
         raise Misfit(f"it should be flat, but {where} has the shape {block.shape}")
     return block.shape[0]

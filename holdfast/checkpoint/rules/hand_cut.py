@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.checkpoint.layout import Held, Part
+from holdfast.checkpoint.held import Held, HeldPart
 from holdfast.checkpoint.pieces import Box, Shape
 from holdfast.checkpoint.rules import Fragment, Laid, Rules, lay_out
 from holdfast.errors import UsageError
@@ -34,7 +34,7 @@ class Local:
         return Held(
             shape=self.shape,
             dtype=tensor.dtype,
-            parts=tuple(Part(box=box, tensor=_view(tensor, box, inner)) for box, inner in self.boxes),
+            parts=tuple(HeldPart(box=box, tensor=_view(tensor, box, inner)) for box, inner in self.boxes),
         )
 
 

@@ -12,40 +12,18 @@ from typing import TypeVar, overload
 
 import torch
 
-from holdfast.checkpoint.language import Rule, Rules, Target, parameter_of
-from holdfast.checkpoint.patterns import (
-    Block,
-    Flat,
-    Member,
+from holdfast.checkpoint.pieces import Box, Piece, Shape, Stored, TensorEntry, entry_of, flat_boxes
+from holdfast.checkpoint.rules.language import Rule, Rules, Target
+from holdfast.checkpoint.rules.patterns import (
+    FragmentPart,
     Misfit,
-    Part,
     Partial,
-    Pattern,
+    PlacedFragment,
     Replicate,
-    Shard,
-    Unique,
+    TensorBlock,
     assemble,
 )
-from holdfast.checkpoint.pieces import Box, Entry, Piece, Shape, Stored, entry_of, flat_boxes
 from holdfast.errors import CheckpointError
-
-__all__ = [
-    "Flat",
-    "Fragment",
-    "Laid",
-    "Part",
-    "Partial",
-    "Pattern",
-    "Replicate",
-    "Rule",
-    "Rules",
-    "Shard",
-    "Unique",
-    "copies",
-    "lay_out",
-    "merge",
-    "parameter_of",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +32,7 @@ class Fragment:
 
     ``place`` says where the holder stands along each axis of the layout, e.g. ``{"tp": 0, "pp": 1}``.
     ``unflattened`` is the shape before it was flattened, for a ``Flat`` fragment. ``stored`` is where its
-    elements lie; what lies in several arrays is an ``Entry``.
+    elements lie; what lies in several arrays is an ``TensorEntry``.
     """
 
     name: str
@@ -62,7 +40,7 @@ class Fragment:
     dtype: torch.dtype
     place: Mapping[str, int]
     holder: int
-    stored: Stored | Entry | None = None
+    stored: Stored | TensorEntry | None = None
     unflattened: Shape | None = None
 
     @property
@@ -79,7 +57,7 @@ class Laid:
 
     shape: Shape
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[FragmentPart, ...]
     mean: bool = False
 
 
@@ -89,6 +67,7 @@ def lay_out(fragments: Sequence[Fragment], rules: Rules, *, axes: Mapping[str, i
     An axis has as many places as the fragments show, or as ``axes`` says where that is known: only then is
     it noticed that the last holder is missing altogether.
 
+    >>> from holdfast.checkpoint.rules import Shard
     >>> halves = [Fragment(name="w", shape=(2,), dtype=torch.float32, place={"tp": i}, holder=i) for i in range(2)]
     >>> lay_out(halves, Rules([Rule(match="w", pattern=Shard(dim=0))]))["w"].shape
     (4,)
@@ -112,25 +91,27 @@ def lay_out(fragments: Sequence[Fragment], rules: Rules, *, axes: Mapping[str, i
     return laid
 
 
-def merge(fragments: Sequence[Fragment], rules: Rules, *, axes: Mapping[str, int] | None = None) -> dict[str, Entry]:
+def merge(
+    fragments: Sequence[Fragment], rules: Rules, *, axes: Mapping[str, int] | None = None
+) -> dict[str, TensorEntry]:
     """The logical tensors that stored fragments make up. Copies are all kept; see :func:`copies`."""
     entries = {}
     for name, laid in lay_out(fragments, rules, axes=axes).items():
         pieces = tuple(piece for part in laid.parts for piece in _pieces(fragments[part.fragment], part))
         if laid.mean and len(pieces) > len(laid.parts):
             raise CheckpointError(f"{name}: what is to be averaged must lie in one array on each holder")
-        entries[name] = Entry(shape=laid.shape, dtype=laid.dtype, pieces=pieces, mean=laid.mean)
+        entries[name] = TensorEntry(shape=laid.shape, dtype=laid.dtype, pieces=pieces, mean=laid.mean)
     return entries
 
 
-Held = TypeVar("Held", Part, Piece)
+Part = TypeVar("Part", FragmentPart, Piece)
 
 
 @overload
-def copies(tensor: Laid) -> list[tuple[Part, Part]]: ...
+def copies(tensor: Laid) -> list[tuple[FragmentPart, FragmentPart]]: ...
 @overload
-def copies(tensor: Entry) -> list[tuple[Piece, Piece]]: ...
-def copies(tensor: Laid | Entry) -> list[tuple[Part, Part]] | list[tuple[Piece, Piece]]:
+def copies(tensor: TensorEntry) -> list[tuple[Piece, Piece]]: ...
+def copies(tensor: Laid | TensorEntry) -> list[tuple[FragmentPart, FragmentPart]] | list[tuple[Piece, Piece]]:
     """Pairs that the rules declare to be equal: the first holder of each box with every other one.
 
     >>> both = [Fragment(name="w", shape=(2,), dtype=torch.float32, place={"tp": i}, holder=i) for i in range(2)]
@@ -143,8 +124,8 @@ def copies(tensor: Laid | Entry) -> list[tuple[Part, Part]] | list[tuple[Piece, 
     return _twins(tensor.parts) if isinstance(tensor, Laid) else _twins(tensor.pieces)
 
 
-def _twins(held: Sequence[Held]) -> list[tuple[Held, Held]]:
-    first: dict[Box, Held] = {}
+def _twins(held: Sequence[Part]) -> list[tuple[Part, Part]]:
+    first: dict[Box, Part] = {}
     return [(first[one.box], one) for one in held if first.setdefault(one.box, one) is not one]
 
 
@@ -201,9 +182,9 @@ def _lay_out_one(members: Mapping[int, Fragment], rule: Rule, sizes: Mapping[str
             f"it lies at {stray[0]} {', '.join(map(str, at))}, about which {rule} says nothing; "
             f"copies: [{stray[0]}] would declare that they are equal"
         )
-    sets: dict[tuple[int, ...], list[Member]] = {}
+    sets: dict[tuple[int, ...], list[PlacedFragment]] = {}
     for index, one in members.items():
-        member = Member(index=index, place=one.place, shape=one.shape, unflattened=one.unflattened)
+        member = PlacedFragment(index=index, place=one.place, shape=one.shape, unflattened=one.unflattened)
         sets.setdefault(tuple(one.place[axis] for axis in (stray if mean else same)), []).append(member)
     if mean:  # of copies, one is enough
         sets = {at: group[:1] for at, group in sets.items()}
@@ -228,7 +209,7 @@ def _varying(members: Sequence[Fragment]) -> list[str]:
     return [axis for axis in first.place if len({one.place[axis] for one in members}) > 1]
 
 
-def _refuse_unlike(blocks: Sequence[Block], members: Mapping[int, Fragment]) -> None:
+def _refuse_unlike(blocks: Sequence[TensorBlock], members: Mapping[int, Fragment]) -> None:
     first = blocks[0]
     for block in blocks[1:]:
         if block.shape != first.shape:
@@ -241,10 +222,10 @@ def _refuse_unlike(blocks: Sequence[Block], members: Mapping[int, Fragment]) -> 
                 )
 
 
-def _pieces(fragment: Fragment, part: Part) -> Iterator[Piece]:
+def _pieces(fragment: Fragment, part: FragmentPart) -> Iterator[Piece]:
     """The arrays that hold a part of a fragment."""
     assert fragment.stored is not None, f"{fragment.name} of holder {fragment.holder} is not stored"
-    entry = fragment.stored if isinstance(fragment.stored, Entry) else entry_of(fragment.stored)
+    entry = fragment.stored if isinstance(fragment.stored, TensorEntry) else entry_of(fragment.stored)
     assert entry.shape == fragment.shape, f"{fragment.name} is stored as {entry.shape}, not {fragment.shape}"
     assert not entry.mean, f"{fragment.name} is not a part but a mean"
     for piece in entry.pieces:

@@ -16,7 +16,7 @@ from holdfast.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class HeldPart:
     """A box of a logical tensor, and the memory on this worker that holds it."""
 
     box: Box
@@ -32,7 +32,7 @@ class Held:
 
     shape: Shape
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[HeldPart, ...]
     derived: bool = False
 
 
@@ -49,7 +49,7 @@ def held_of(tensor: torch.Tensor, name: str) -> Held:
         if tensor.layout is not torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
             kind = tensor.layout if type(tensor) is torch.Tensor else type(tensor).__name__
             raise UsageError(f"{name} is a {kind} tensor", hint="dense tensors and DTensors can be saved")
-        return Held(shape=shape, dtype=tensor.dtype, parts=(Part(box=whole(shape), tensor=tensor.detach()),))
+        return Held(shape=shape, dtype=tensor.dtype, parts=(HeldPart(box=whole(shape), tensor=tensor.detach()),))
     box = _box(tensor, name)
     if box is None or not box.numel:
         return Held(shape=shape, dtype=tensor.dtype, parts=(), derived=True)
@@ -60,7 +60,7 @@ def held_of(tensor: torch.Tensor, name: str) -> Held:
             f"{tensor.placements}",
             hint="give DTensor.from_local the shape of the whole tensor",
         )
-    return Held(shape=shape, dtype=tensor.dtype, parts=(Part(box=box, tensor=local),), derived=True)
+    return Held(shape=shape, dtype=tensor.dtype, parts=(HeldPart(box=box, tensor=local),), derived=True)
 
 
 def _box(tensor: DTensor, name: str) -> Box | None:

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.formats.pickled import Source
+from holdfast.checkpoint.formats.pickled import PickleFile
 from holdfast.checkpoint.formats.rebuild import is_possible
 from holdfast.checkpoint.pieces import Stored, row_major
-from holdfast.checkpoint.write import BY_NAME
+from holdfast.checkpoint.safetensors_writer import BY_NAME
 from holdfast.errors import CheckpointError
 
 _LIMIT = 100_000_000  # bytes of a header, as in safetensors itself
@@ -24,7 +24,7 @@ class Header:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def read_header(source: Source, *, offset: int = 0) -> Header:
+def read_header(source: PickleFile, *, offset: int = 0) -> Header:
     """The header of a file, or of what begins inside a file and goes on to its end."""
     where = f"{source.path} at byte {offset}" if offset else str(source.path)
     with source.window(offset, source.bytes - offset) as stream:
@@ -53,7 +53,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _array(name: str, item: Any, source: Source, start: int, where: str) -> Stored:
+def _array(name: str, item: Any, source: PickleFile, start: int, where: str) -> Stored:
     try:
         kind, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -70,7 +70,7 @@ def _array(name: str, item: Any, source: Source, start: int, where: str) -> Stor
     return Stored(file=source.name, offset=start + begin, dtype=dtype, shape=shape, strides=row_major(shape))
 
 
-def _check_order(arrays: dict[str, Stored], start: int, source: Source, where: str) -> None:
+def _check_order(arrays: dict[str, Stored], start: int, source: PickleFile, where: str) -> None:
     """The arrays follow each other without gap or overlap, to the end of the file."""
     at = start
     for name, stored in sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].nbytes)):

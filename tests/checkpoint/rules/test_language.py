@@ -105,7 +105,7 @@ def test_a_missing_file_of_rules_is_named(tmp_path: Path) -> None:
         Rules.from_yaml(tmp_path / "none.yaml")
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "checkpoint-rules.md"
+DOCS = Path(__file__).parents[3] / "docs" / "checkpoint-rules.md"
 
 
 def test_the_examples_in_the_docs_run() -> None:

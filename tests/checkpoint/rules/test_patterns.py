@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.pieces import Entry, Stored, entry_of, row_major
+from holdfast.checkpoint.pieces import Stored, TensorEntry, entry_of, row_major
 from holdfast.checkpoint.rules import (
     Flat,
     Fragment,
@@ -253,7 +253,7 @@ def write(array: Array, name: str, files: dict[str, bytes], *, transposed: bool)
     return Stored(file=name, offset=4, dtype=torch.int32, shape=array.shape, strides=strides)
 
 
-def halved(stored: Stored) -> Entry:
+def halved(stored: Stored) -> TensorEntry:
     """The same array as two pieces of a tensor."""
     whole = entry_of(stored)
     if not stored.shape or stored.shape[0] < 2:
