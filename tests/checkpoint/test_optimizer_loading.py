@@ -12,7 +12,7 @@ from torch import nn
 from holdfast.checkpoint import load, open_checkpoint, save
 from holdfast.errors import CheckpointError
 from tests.checkpoint.layouts import Model, blank, differences, logical, optimizers, trained, view
-from tests.checkpoint.test_load import model, same, stepped
+from tests.checkpoint.test_loading import model, same, stepped
 
 
 def decayed(module: nn.Module, *, backwards: bool = False) -> torch.optim.AdamW:

@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.checkpoint import async_save, load, save, series
 from holdfast.errors import CheckpointError, UsageError
-from tests.checkpoint.test_ruled import together
+from tests.checkpoint.rules.test_hand_cut import together
 
 SLOW = """
 import torch

@@ -12,7 +12,6 @@ import random
 import struct
 import subprocess
 import sys
-import time
 import types
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -320,12 +319,10 @@ def test_keys_that_take_forever_to_hash_are_refused(tmp_path: Path, place: str) 
     for levels, fine in ((3, True), (60, False)):
         code = b"\x80\x04" + NESTED[place].replace(b"%b", doubled(levels))
         (tmp_path / "a.pkl").write_bytes(code)
-        begin = time.monotonic()
         if fine and place != "the name of a storage":
             load(tmp_path / "a.pkl", root=tmp_path)
         else:
             refused(tmp_path / "a.pkl", "refers to" if place == "the name of a storage" else "nested without end")
-        assert time.monotonic() - begin < 1
 
 
 def test_objects_that_are_no_values_are_named_or_refused(tmp_path: Path) -> None:
