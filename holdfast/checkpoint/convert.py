@@ -1,4 +1,4 @@
-"""From any format that can be read to any that can be written, a few megabytes at a time."""
+"""Converts checkpoints from any format that can be read to any that can be written, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -38,15 +38,20 @@ from holdfast.checkpoint.trees import dicts, groups_of, refs
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.words import count
 
+# Formats that can be written.
 TARGETS = ("holdfast", "hf", "dcp", "torch", "deepspeed-universal")
-FILE = 4 << 30  # bytes in a data file, unless a single tensor has more
+FILE = 4 << 30  # bytes in a data file, unless one tensor has more: few files, none too large to copy
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(
     catalogue: Catalogue, path: Path, to: str, *, overwrite: bool = False, progress: Progress = silent
 ) -> list[str]:
-    """Writes a checkpoint in another format, whole or not at all; returns what that format cannot hold.
+    """Writes a checkpoint in another format, whole or not at all.
+
+    ``to`` is one of ``TARGETS``, ``progress`` is called with the bytes done. Returns in words what that format
+    cannot hold. Raises ``UsageError`` if ``path`` exists (unless ``overwrite``), ``CheckpointError`` if a byte of the
+    source is damaged.
 
     >>> import tempfile
     >>> from holdfast.checkpoint import open_checkpoint, save
@@ -69,7 +74,7 @@ def convert(
 
 
 def check_destination(path: Path, source: Path, *, overwrite: bool) -> bool:
-    """Whether nothing is there; an error if there is something that is not to be replaced."""
+    """Whether ``path`` is free; False if a checkpoint is there that is to be replaced, ``UsageError`` otherwise."""
     with explained(path, "read"):
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return True
@@ -83,13 +88,16 @@ def check_destination(path: Path, source: Path, *, overwrite: bool) -> bool:
 
 
 def _replace(path: Path, new: Path) -> None:
-    """The old one stays until the new one is durable; between the two renames both are there, under other names."""
+    """Puts a new checkpoint in the place of an old one.
+
+    The old one stays until the new one is durable; between the two renames both are there, under hidden names.
+    """
     old = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
     with explained(path, "replace"):
         os.rename(path, old)
         os.rename(new, path)
         sync_folder(path.parent)
-        # Of a link, the link: what it leads to is not ours to remove.
+        # Only the link itself, if it is one: its target is not ours to remove.
         old.unlink() if old.is_symlink() or old.is_file() else shutil.rmtree(old, ignore_errors=True)
 
 
@@ -97,7 +105,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def select(catalogue: Catalogue, sections: Sequence[str]) -> Catalogue:
-    """Some sections of a checkpoint, with the tensors in them."""
+    """A catalogue of some sections (keys of the tree) alone; ``CheckpointError`` if one is not there."""
     for section in sections:
         if section not in catalogue.tree:
             known = ", ".join(map(str, catalogue.tree)) or "nothing"
@@ -110,7 +118,10 @@ def select(catalogue: Catalogue, sections: Sequence[str]) -> Catalogue:
 
 
 def cast(catalogue: Catalogue, name: str) -> Catalogue:
-    """The same with the model's floating-point tensors in another dtype; rounding happens as they are read."""
+    """A catalogue with the model's floating-point tensors in another dtype; they are rounded as they are read.
+
+    ``name`` is one of ``DTYPES``.
+    """
     if name not in DTYPES:
         raise UsageError(f"--dtype {name} is not known", hint=f"one of {', '.join(DTYPES)}")
     model = {ref.name for ref in refs(catalogue.tree.get("model"))}
@@ -122,7 +133,7 @@ def cast(catalogue: Catalogue, name: str) -> Catalogue:
 
 
 def left_behind(catalogue: Catalogue, to: str) -> list[str]:
-    """What a format cannot hold of a checkpoint, in words; an error if it could hold nothing of it."""
+    """Parts of a checkpoint that a format cannot hold, in words; ``CheckpointError`` if it could hold nothing of it."""
     if to not in TARGETS:
         raise UsageError(f"there is no writer for {to!r}", hint=f"one of {', '.join(TARGETS)}")
     if to == "holdfast":
@@ -140,15 +151,15 @@ def left_behind(catalogue: Catalogue, to: str) -> list[str]:
             lost.append(f"the dtype of {count(len(halves), 'tensor')}, as {halves[0]} (they become float32)")
         lost += deepspeed_universal_write.changes(catalogue)
     if to in ("torch", "dcp"):
-        lost += _disguised(catalogue, to)
+        lost += _changed(catalogue, to)
     marked = [("frozen parameter", catalogue.frozen), ("buffer", catalogue.buffers)]
     marks = [count(len(names), noun) for noun, names in marked if names and to != "deepspeed-universal"]
     lost += [f"the marks of {' and '.join(marks)}"] if marks else []
     return lost
 
 
-def _disguised(catalogue: Catalogue, to: str) -> list[str]:
-    """What a file of torch's has under another guise, in words."""
+def _changed(catalogue: Catalogue, to: str) -> list[str]:
+    """Values that become something else in torch's own formats, in words."""
     lost = []
     if arrays := [name_of(path) for path, node in dicts(catalogue.tree) if node.keys() == {NUMPY}]:
         lost.append(f"the marks of {count(len(arrays), 'numpy array')}, as {arrays[0]} (they become tensors)")
@@ -164,7 +175,7 @@ def _disguised(catalogue: Catalogue, to: str) -> list[str]:
 
 
 def _other_keys(catalogue: Catalogue) -> list[str]:
-    """Names of what has a key that is not a text, but for an optimizer's numbers: those are known to be some."""
+    """Names of values under a key that is not a text. An optimizer's numbers do not count: readers restore them."""
     return [
         name_of((*path, key))
         for path, node in dicts(catalogue.tree)
@@ -180,7 +191,7 @@ def written(catalogue: Catalogue, to: str) -> dict[str, TensorEntry]:
 
 
 def _halves(catalogue: Catalogue) -> list[str]:
-    """Parameters that are trained, and what the optimizer keeps of them, in 16 bits."""
+    """Names of trained parameters and optimizer slots that are in 16 bits."""
     optimizer, model = catalogue.tree.get("optimizer"), catalogue.tree.get("model") or {}
     trained = [model.get(name) for group in groups_of(optimizer) or () for name in group["params"]]
     names = dict.fromkeys(ref.name for ref in refs([*trained, optimizer]))
@@ -196,7 +207,7 @@ def _section(key: str, node: Any) -> str:
 
 
 def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
-    """Writes a checkpoint as ``save`` does, from another one."""
+    """Writes a checkpoint of our own format, as ``save`` does, from another checkpoint."""
     tree, dropped = keepable(catalogue.tree)
     save = index.new_id()
     writer = f"holdfast ckpt convert on {socket.gethostname()}"
@@ -226,7 +237,7 @@ def _entry(entry: TensorEntry, file: str, offset: int) -> TensorEntry:
 
 
 def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:
-    """The tensors of each file; there is at least one file."""
+    """The names of the tensors of each data file; there is at least one file."""
     names: list[str] = []
     size = 0
     for name, entry in catalogue.tensors.items():
@@ -239,12 +250,12 @@ def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:
 
 
 def _image(catalogue: Catalogue, names: Sequence[str]) -> tuple[Image, Callable[[int, int, Bytes], Bytes]]:
-    """A file, and what fills a block of it.
+    """A data file, and the function that fills a block of it.
 
-    A block first collects what it needs of all tensors in it, and then reads that at once: a block of the
-    source that is checked has to be read whole, even for a few bytes.
+    For each block, the tensors in it first collect what they want, then all of that is read at once: a source with
+    checksums has to be read in whole blocks, even for a few bytes.
     """
-    local = threading.local()
+    local = threading.local()  # several threads fill blocks at the same time
 
     def array(name: str, entry: TensorEntry) -> Array:
         def collect(start: int, stop: int, out: Bytes) -> None:
@@ -266,7 +277,7 @@ def _image(catalogue: Catalogue, names: Sequence[str]) -> tuple[Image, Callable[
 
 
 def keepable(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What our index can hold of a tree, and the names of what it cannot: objects of other programs.
+    """The part of a tree that our index can hold, and the names of the rest: objects of other programs.
 
     >>> keepable({"step": 7, "args": {"lr": 0.1, "device": torch.device("cpu")}})
     ({'step': 7, 'args': {'lr': 0.1}}, ['args/device'])

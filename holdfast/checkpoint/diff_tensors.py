@@ -1,4 +1,4 @@
-"""The elements of tensors in two checkpoints, beside each other, a few megabytes at a time."""
+"""Compares the elements of tensors in two checkpoints, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from holdfast.checkpoint.disk import Progress, silent
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.tensor_reader import Want, flat_wants, read
 
-BATCH = 16 << 20  # bytes of each side that are in memory at once
-PART = 1 << 18  # elements whose difference is computed at once, in double precision
+BATCH = 16 << 20  # bytes of each side that are in memory at once: enough for several reads beside each other
+PART = 1 << 18  # elements whose difference is computed at once, in double precision: 2 MB, which stay in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A tensor of the same shape in both checkpoints: what it is called, and its name in either."""
+    """A tensor that both checkpoints have in the same shape: its name in the result, in A and in B."""
 
     name: str
     a: str
@@ -27,8 +27,11 @@ class Pair:
 
 @dataclass(kw_only=True)
 class Tally:
-    """What two tensors differ in: elements whose bits (under another dtype: values) are not the same, elements
-    that are further apart than the tolerance, and how far the furthest are apart."""
+    """Counts of what two tensors differ in.
+
+    ``differing`` elements have other bits (under another dtype: other values), ``beyond`` are further apart than
+    the tolerance, ``largest`` is the largest difference.
+    """
 
     differing: int = 0
     beyond: int = 0
@@ -38,7 +41,7 @@ class Tally:
 def compare(
     a: Catalogue, b: Catalogue, pairs: Sequence[Pair], *, tolerance: float = 0.0, progress: Progress = silent
 ) -> dict[Pair, Tally]:
-    """Reads every pair once and counts."""
+    """Reads every pair once and returns what each differs in."""
     tallies = {pair: Tally() for pair in pairs}
     for batch in _batches(pairs, a, b):
         ours = _read(a, [(pair.a, start, stop) for pair, start, stop in batch], progress)
@@ -49,7 +52,10 @@ def compare(
 
 
 def _batches(pairs: Sequence[Pair], a: Catalogue, b: Catalogue) -> Iterator[list[tuple[Pair, int, int]]]:
-    """Ranges of elements that are read together: parts of large tensors, many small ones, as they lie in A."""
+    """Batches of (pair, start, stop) that are read together, in the order in which they lie in A's files.
+
+    A large tensor is cut over several batches; many small ones share one.
+    """
 
     def place(pair: Pair) -> tuple[str, int]:
         first = a.tensors[pair.a].pieces[:1]
@@ -73,7 +79,7 @@ def _batches(pairs: Sequence[Pair], a: Catalogue, b: Catalogue) -> Iterator[list
 
 
 def _read(catalogue: Catalogue, ranges: Sequence[tuple[str, int, int]], progress: Progress) -> list[torch.Tensor]:
-    """Elements [start, stop) of flattened tensors; what lies in one block of a file is read together."""
+    """Elements [start, stop) of flattened tensors, all of one batch in one read."""
     wants: list[Want] = []
     made: list[torch.Tensor] = []
     for name, start, stop in ranges:
@@ -85,7 +91,7 @@ def _read(catalogue: Catalogue, ranges: Sequence[tuple[str, int, int]], progress
 
 
 def count(tally: Tally, a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> None:
-    """Adds what two lines of elements differ in.
+    """Adds to a tally what two lines of elements differ in.
 
     >>> tally = Tally()
     >>> count(tally, torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 7.0]), 1.0)
@@ -112,7 +118,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How far elements are from each other. Equal infinities are not apart, nor is NaN from NaN."""
+    """The distance of elements from each other. Equal infinities are 0 apart, and so is NaN from NaN."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     apart = (x - y).abs()

@@ -1,4 +1,4 @@
-"""What this worker holds of a logical tensor: derived from the tensor itself."""
+"""Parts of a logical tensor that this worker holds, derived from the tensor itself (plain, or a DTensor)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class HeldPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What this worker holds of a logical tensor: nothing, all, or some boxes of it.
+    """Parts of a logical tensor that this worker holds: none, all, or some boxes of it.
 
-    ``derived``: the tensor itself said so, and no rule has to.
+    ``derived``: the tensor itself says which (a DTensor), so that no rule has to.
     """
 
     shape: Shape
@@ -37,7 +37,10 @@ class Held:
 
 
 def held_of(tensor: torch.Tensor, name: str) -> Held:
-    """A plain tensor is held whole; of a DTensor each worker holds what its placements say.
+    """The parts of a tensor on this worker: of a plain tensor the whole, of a DTensor what its placements say.
+
+    ``name`` is for errors: ``UsageError`` if the tensor is sparse, quantized, on the meta device, or laid out so that
+    its parts are not boxes.
 
     >>> held_of(torch.zeros(2, 3), "w").parts[0].box
     Box(offset=(0, 0), shape=(2, 3))
@@ -64,7 +67,7 @@ def held_of(tensor: torch.Tensor, name: str) -> Held:
 
 
 def _box(tensor: DTensor, name: str) -> Box | None:
-    """The part of a DTensor that is on this worker; None outside of its mesh."""
+    """The box of a DTensor that is on this worker; None if the worker is outside of its mesh."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(f"{name} is a sum that is not complete (Partial)", hint="redistribute it first")
     mesh = tensor.device_mesh
@@ -74,7 +77,7 @@ def _box(tensor: DTensor, name: str) -> Box | None:
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     for dim in range(tensor.ndim):
         for axis in _axes(tensor, dim, name):
-            each = -(-shape[dim] // mesh.size(axis))  # torch's way: the first workers have the larger parts
+            each = -(-shape[dim] // mesh.size(axis))  # as torch cuts: the first workers have the larger parts
             start = min(each * place[axis], shape[dim])
             offset[dim], shape[dim] = offset[dim] + start, min(each, shape[dim] - start)
     return Box(offset=tuple(offset), shape=tuple(shape))

@@ -1,4 +1,7 @@
-"""Loading: any readable checkpoint into whatever layout the caller has."""
+"""``load``: a checkpoint of any format into modules, optimizers and tensors in any layout.
+
+A load is planned first (everything is checked, nothing is changed), then carried out.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def load(
     rules: Rules | None = None,
     place: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Fills modules, optimizers and tensors in place, sets values, and returns ``into``.
+    """Loads a checkpoint: fills modules, optimizers and tensors in place, sets values, and returns ``into``.
 
     ``path`` is a checkpoint of any format that can be read, or what ``open_checkpoint`` gave. As with
     :func:`save`, every rank of the process group calls it, each reads only what it holds, and ``rules`` and
@@ -63,7 +66,11 @@ def load(
     an error, and so, unless ``strict=False``, are names of the checkpoint that no rank takes (but whole
     sections may be left out). A tensor of another dtype is refused unless ``cast=True``. Everything is checked
     before the first byte is changed, except the data itself: after an error that says a file is damaged, or
-    that tied tensors differ in it, what was to be filled must not be used.
+    that tied tensors differ in it, what was to be filled must not be used. ``group`` is the process group (default:
+    all ranks), ``ranks`` replaces it by another way to talk.
+
+    Raises ``CheckpointError`` if the checkpoint is missing, damaged or does not fit ``into``, ``UsageError`` if
+    ``into`` cannot be filled.
 
     >>> import tempfile
     >>> from holdfast.checkpoint import save
@@ -73,7 +80,8 @@ def load(
     7
     """
     ranks = ranks or current(group)
-    together(ranks, "load", join_saves)  # its ranks talk to each other too, and it may be what is loaded
+    # A save in the background: it may be what is loaded, and its ranks talk over the same group.
+    together(ranks, "load", join_saves)
     opened = together(ranks, "load", lambda: path if isinstance(path, Catalogue) else open_checkpoint(path))
     _refuse_different(ranks.exchange(_identity(opened)))
     layout = {} if rules is None else _layout(into, rules, place or {}, ranks)
@@ -86,13 +94,16 @@ def load(
 
 
 def _identity(catalogue: Catalogue) -> bytes:
-    """The same for ranks that have opened the same checkpoint: the names of our data files are never used again."""
+    """A text that is equal on ranks that have opened the same checkpoint: our data files have unique names."""
     files = {name: file.bytes for name, file in sorted(catalogue.files.items())}
     return json.dumps([catalogue.format, str(catalogue.root), files]).encode()
 
 
 def _refuse_different(said: Sequence[bytes]) -> None:
-    """A view of a network's file system may be old, and a folder's newest checkpoint may just have changed."""
+    """Refuses ranks that have opened different checkpoints.
+
+    A network file system may show an old state, and a folder's newest checkpoint may just have changed.
+    """
     first, *others = [json.loads(text) for text in said]
     for rank, other in enumerate(others, start=1):
         if first[0] != other[0] or first[2] != other[2]:
@@ -100,7 +111,10 @@ def _refuse_different(said: Sequence[bytes]) -> None:
 
 
 def _layout(into: dict[str, Any], rules: Rules, place: Mapping[str, int], ranks: Ranks) -> dict[str, Local]:
-    """What the plain tensors of ``into`` are parts of. Slots are not there yet: they go by their parameters."""
+    """For each plain tensor of ``into``, its place in the logical one, by the rules.
+
+    Slots of optimizers do not exist yet: they go by their parameters.
+    """
     models = {key: target for key, target in into.items() if not isinstance(target, Optimizer)}
     held = together(ranks, "load", lambda: describe(models).held)
     mine = {name: (codec.dtype_name(one.dtype), one.shape) for name, one in held.items() if not one.derived}
@@ -114,24 +128,28 @@ def _layout(into: dict[str, Any], rules: Rules, place: Mapping[str, int], ranks:
 
 
 class Filler:
-    """Collects what has to be read where, and what is left to do when it has been."""
+    """A plan of one load: which boxes to read into which memory, and what to set once they are read.
+
+    :meth:`plan` makes it and checks everything, :meth:`carry_out` reads and sets. ``layout`` says by rules what
+    plain tensors are parts of.
+    """
 
     def __init__(self, catalogue: Catalogue, *, cast: bool, layout: Mapping[str, Local]) -> None:
         self.catalogue = catalogue
         self.cast = cast
         self.layout = layout
-        self.names: Mapping[int, Sequence[str]] = {}
+        self.names: Mapping[int, Sequence[str]] = {}  # of parameters, by their ids
         self.absent: frozenset[int] = frozenset()  # ids of parameters whose slots are others' to fill
         self.wants: list[Want] = []
-        self.copies: list[tuple[torch.Tensor, torch.Tensor, str]] = []
-        self.later: list[Callable[[], Any]] = []
-        self.tied: dict[str, str] = {}
-        self._taken: set[int] = set()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor, str]] = []  # target, second copy, name: must be equal
+        self.later: list[Callable[[], Any]] = []  # what is set after all is read
+        self.tied: dict[str, str] = {}  # second names, with the first ones
+        self._taken: set[int] = set()  # ids of tensors that are used for slots
         self._filled: dict[Any, str] = {}  # memory, and the tensor that fills it
         self.left: dict[str, list[str]] = {}  # what each section of the checkpoint has and nothing here takes
 
     def plan(self, into: dict[str, Any]) -> None:
-        """Checks everything, changes nothing."""
+        """Checks everything and plans the reads; changes nothing in ``into``."""
         self.names, self.absent = parameter_names(into), absent_in(into)
         self.tied = self._ties(into)
         for key, target in into.items():
@@ -141,7 +159,7 @@ class Filler:
             self._set(into, key, self.fill(target, self.catalogue.tree[key], (key,)))
 
     def _ties(self, into: dict[str, Any]) -> dict[str, str]:
-        """Second names that really are second names in every section that is filled here."""
+        """Tied names of the checkpoint that stand for the same tensor in every section that is filled here."""
         sections = [
             node
             for key, target in into.items()
@@ -154,6 +172,7 @@ class Filler:
         }
 
     def carry_out(self) -> None:
+        """Reads everything that is planned, compares tied copies, then sets values."""
         total = sum(want.out.nbytes for want in self.wants)
         with torch.no_grad(), bar(f"loading {self.catalogue.root}", total) as progress:
             read(self.catalogue, self.wants, progress=progress)
@@ -169,6 +188,7 @@ class Filler:
             warnings.warn(f"{self.catalogue.root}: not read: {some(list(left_out))}", stacklevel=2)
 
     def fill(self, target: Any, node: Any, path: Path_) -> Any:
+        """Plans to fill a target from a node of the tree; returns what will stand in the target's place."""
         if isinstance(target, nn.Module | PartialModule):
             self._module(PartialModule.of(target), node, path)
             return target
@@ -191,7 +211,7 @@ class Filler:
         return self.value(node)
 
     def value(self, node: Any) -> Any:
-        """What was saved, tensors in memory of their own."""
+        """A node of the tree as a value, with new tensors that will be filled."""
         if isinstance(node, Ref):
             entry = find(self.catalogue, node.name)
             out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -206,7 +226,7 @@ class Filler:
         return node
 
     def tensor(self, target: torch.Tensor | Absent, node: Any, path: Path_) -> None:
-        """Wants the boxes that this worker holds of the target."""
+        """Plans to read the boxes of a tensor that this worker holds."""
         name, held = self._fitting(target, node, path)
         memory = memory_of(target)
         if memory is not None and self._filled.setdefault(memory, name) != name:
@@ -215,7 +235,7 @@ class Filler:
         self.wants += [Want(name=name, box=part.box, out=part.tensor) for part in held.parts]
 
     def copy(self, target: torch.Tensor | Absent, node: Any, path: Path_) -> None:
-        """Demands that another tensor has the same bytes as the one that is filled: they are one here."""
+        """Plans to check that a tensor of the checkpoint equals another one that fills the same memory."""
         name, held = self._fitting(target, node, path)
         for part in held.parts:
             read = torch.empty_like(part.tensor)
@@ -243,13 +263,13 @@ class Filler:
         return local.held(target) if local and local.own == tuple(target.shape) else held_of(target, name)
 
     def take(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of an optimizer's may be used for a slot: two that share one here may not there."""
+        """Whether an optimizer's tensor may be filled in place; a second slot that shares it gets memory of its own."""
         new = id(tensor) not in self._taken
         self._taken.add(id(tensor))
         return new
 
     def local(self, path: Path_) -> Local | None:
-        """What a rule says of a tensor; an optimizer's slot goes by its parameter."""
+        """The place in the logical tensor that a rule gives a tensor; an optimizer's slot goes by its parameter."""
         name = name_of(path)
         return self.layout.get(name) or self.layout.get(parameter_of(name) or "")
 
@@ -292,7 +312,7 @@ class Filler:
                 self.copy(targets[name], node[name], (*path, name))
 
     def _through(self, module: nn.Module, name: str, node: Any) -> None:
-        """Extra state, and what a module's hooks make up for its state_dict, only the module can take."""
+        """Plans to hand a value to the module's ``load_state_dict``: extra state, and values that its hooks make."""
         value = self.value(node)
         raw = next(key for key in module.state_dict() if clean(key) == name)
 
@@ -303,15 +323,16 @@ class Filler:
         self.later.append(take)
 
     def refuse_missing(self, names: list[Any], path: Path_) -> None:
+        """Raises ``CheckpointError`` if there are names that the checkpoint lacks."""
         if names:
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} has no {some(names)}")
 
     def leave(self, names: list[Any], path: Path_) -> None:
-        """Remembers what this worker does not take; another one, with another stage, may."""
+        """Notes names of the checkpoint that this worker does not take; a worker with another stage may."""
         self.left[name_of(path)] = list(map(str, names))
 
     def refuse_unexpected(self, everybody: Sequence[Mapping[str, list[str]]]) -> None:
-        """Pure, and everybody has the same texts: all come to the same error."""
+        """Raises ``CheckpointError`` for names that no rank takes; all ranks have the same lists and raise alike."""
         for section in dict.fromkeys(section for left in everybody for section in left):
             first, *others = [left[section] for left in everybody if section in left]
             if names := [name for name in first if all(name in other for other in others)]:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, laid out as the parameter is."""
+"""Loads optimizers: the slots of each parameter, laid out as the parameter is, and the settings of groups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.loading import Filler
 
 Key = str | int
-# Slots of Adam and SGD that are laid out as their parameter is; others may have any shape.
+# Slots of Adam and SGD, which have the shape of their parameter; other slots may have any shape.
 LIKE_PARAMETERS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"))
 
 
 def fill_optimizer(filler: Filler, optimizer: Optimizer, node: dict[str, Any], path: tuple[Any, ...]) -> None:
-    """Slots and hyper-parameters by the parameters' names, however they are grouped here."""
+    """Plans to fill an optimizer from a node of the tree, by the parameters' names, however they are grouped here.
+
+    Raises ``CheckpointError`` if the checkpoint has other parameters, shapes, or settings that do not fit the groups.
+    """
     keys = names_in(optimizer, filler.names)
     settings = {key: group for group in node["param_groups"] for key in group["params"]}
     aliases = {
@@ -37,7 +40,7 @@ def fill_optimizer(filler: Filler, optimizer: Optimizer, node: dict[str, Any], p
     for group, called in zip(optimizer.param_groups, keys, strict=True):
         _set_group(filler, group, [(key, settings[found]) for key in called for found in source[key]], path)
         for p, key in zip(group["params"], called, strict=True):
-            if id(p) in filler.absent:  # whoever has the parameter keeps its slots
+            if id(p) in filler.absent:  # the worker that has the parameter keeps its slots
                 filler.later.append(partial(optimizer.state.pop, p, None))
                 continue
             first, *copies = (node["state"].get(found) for found in source[key])
@@ -53,7 +56,7 @@ def _matching(
     groups: list[Any],
     path: tuple[Any, ...],
 ) -> dict[Key, list[Key]]:
-    """Which of the checkpoint's parameters each of ours is: by its names, or both by number."""
+    """For each parameter here, its keys in the checkpoint: matched by names, or both by number."""
     ours = [key for group in keys for key in group]
     theirs = [key for group in groups for key in group["params"]]
     if any(isinstance(key, int) for key in ours) and not any(isinstance(key, int) for key in theirs):
@@ -62,7 +65,7 @@ def _matching(
             hint="load the module beside the optimizer",
         )
     if any(isinstance(key, int) for key in [*ours, *theirs]):
-        # torch's own way: the same optimizer over the same parameters in the same order.
+        # As torch does it: the same optimizer over the same parameters in the same order.
         here, there = [len(group) for group in keys], [len(group["params"]) for group in groups]
         if here != there:
             raise CheckpointError(
@@ -76,7 +79,7 @@ def _matching(
 
 
 def _known_as(names: Sequence[str], theirs: Sequence[Key], tied: Mapping[str, str]) -> list[Key]:
-    """The keys under which the checkpoint has a parameter that may be tied, here or there.
+    """The keys under which the checkpoint has a parameter, which may be tied here or in the checkpoint.
 
     A pipeline has a copy of a tied parameter in each stage, each with slots of its own.
 
@@ -114,7 +117,7 @@ def _set_slots(
 
 
 def _compare(filler: Filler, made: Any, node: Any, path: tuple[Any, ...]) -> None:
-    """Refuses slots of a tied parameter's copy that are not the same."""
+    """Refuses (or plans to refuse) slots of a tied parameter's second copy that differ from the first's."""
     if isinstance(made, dict) and isinstance(node, dict) and made.keys() == node.keys():
         for key, item in node.items():
             _compare(filler, made[key], item, (*path, key))
@@ -130,7 +133,7 @@ def _compare(filler: Filler, made: Any, node: Any, path: tuple[Any, ...]) -> Non
 def _make(
     filler: Filler, group: dict[str, Any], p: torch.Tensor, node: Any, present: Any, path: tuple[Any, ...]
 ) -> Any:
-    """A slot of any shape: a tensor like the parameter, another tensor, a number, or a dict of them."""
+    """A slot as it will be: a tensor like the parameter, another tensor, a number, or a dict or list of them."""
     if isinstance(node, dict) and node.keys() != {NUMPY}:
         inside = present if isinstance(present, dict) else {}
         return {key: _make(filler, group, p, item, inside.get(key), (*path, key)) for key, item in node.items()}
@@ -158,7 +161,7 @@ def _make(
 def _room(
     group: dict[str, Any], p: torch.Tensor, entry: TensorEntry, present: Any, key: Key, shape: Shape
 ) -> torch.Tensor:
-    """Memory for a slot of a parameter that is, on all workers together, of a shape."""
+    """Memory for a slot: the present one if it fits, or new. ``shape`` is the whole parameter's, over all workers."""
     like = tuple(p.shape) if entry.shape == shape else entry.shape
     if isinstance(present, torch.Tensor) and tuple(present.shape) == like and present.dtype == entry.dtype:
         return present
@@ -168,5 +171,5 @@ def _room(
         return torch.empty((), dtype=entry.dtype, device=p.device if on_device else "cpu")
     if entry.shape == shape:
         return torch.empty_like(p, dtype=entry.dtype, requires_grad=False)
-    # As torch's own optimizers make it: of a sharded parameter, a copy on every worker.
+    # Neither a scalar nor like the parameter: as in torch's own optimizers, every worker has a whole copy.
     return p.detach().new_empty(entry.shape, dtype=entry.dtype)

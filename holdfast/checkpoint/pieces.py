@@ -1,4 +1,4 @@
-"""Boxes of logical tensors, and where their bytes lie: what every format is translated into.
+"""The vocabulary of all formats: boxes of logical tensors, and where their bytes lie.
 
 A checkpoint of any format is a *catalogue*: logical tensors (name, shape, dtype), each made of pieces; a
 piece is a box of the tensor and an array of bytes in a file. Nothing here opens a file.
@@ -31,10 +31,11 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both cover; None if that is nothing. A scalar's box meets another scalar's."""
+        """The box that both cover; None if they have nothing in common. Boxes of scalars are equal."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -43,11 +44,11 @@ class Box:
         return None if any(n <= 0 for n in shape) else Box(offset=offset, shape=shape)
 
     def relative_to(self, outer: Box) -> Box:
-        """The same elements, counted from the corner of ``outer``."""
+        """The same elements, counted from the first corner of ``outer``."""
         return Box(offset=tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), shape=self.shape)
 
     def without(self, hole: Box) -> list[Box]:
-        """What is left of this box when a box inside it is taken out.
+        """Boxes that cover this one except a box inside of it.
 
         >>> [b.offset for b in Box(offset=(0, 0), shape=(2, 4)).without(Box(offset=(1, 1), shape=(1, 2)))]
         [(0, 0), (1, 0), (1, 3)]
@@ -64,11 +65,12 @@ class Box:
         return left
 
     def slices(self) -> tuple[slice, ...]:
+        """The box as an index: ``tensor[box.slices()]``."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """The box that covers all of a tensor of a shape."""
     return Box(offset=(0,) * len(shape), shape=tuple(shape))
 
 
@@ -151,6 +153,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
+        """The size of its elements, without gaps."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -163,14 +166,14 @@ class Stored:
 
     @property
     def span(self) -> int:
-        """Bytes from the first element to the end of the last."""
+        """Bytes from the first element to the end of the last, with the gaps between."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         return (last + 1) * self.dtype.itemsize
 
     def part(self, box: Box) -> Stored:
-        """The array of a box inside this one."""
+        """The part of the array that a box inside of it covers."""
         skipped = sum(o * s for o, s in zip(box.offset, self.strides, strict=True))
         offset = self.offset + skipped * self.dtype.itemsize
         return Stored(file=self.file, offset=offset, dtype=self.dtype, shape=box.shape, strides=self.strides)
@@ -189,7 +192,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A box of a logical tensor and the array that holds it: ``stored.shape == box.shape``."""
+    """A box of a logical tensor, and the array of the same shape in a file that holds it."""
 
     box: Box
     stored: Stored
@@ -197,7 +200,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """A logical tensor. ``mean``: its pieces are values to be averaged, not parts and not copies."""
+    """A logical tensor and its pieces. ``mean``: each piece holds other values of all of it, to be averaged."""
 
     shape: Shape
     dtype: torch.dtype
@@ -206,11 +209,12 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
+        """The size of its elements, without gaps."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def entry_of(stored: Stored) -> TensorEntry:
-    """A logical tensor that one array holds whole."""
+    """The entry of a tensor that lies whole in one array."""
     piece = Piece(box=whole(stored.shape), stored=stored)
     return TensorEntry(shape=stored.shape, dtype=stored.dtype, pieces=(piece,))
 

@@ -1,4 +1,4 @@
-"""Safetensors files, written block by block from arrays that may be larger than memory."""
+"""Writes safetensors files block by block, from arrays that may be larger than memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.checkpoint.disk import (
 from holdfast.checkpoint.pieces import Shape, flat_boxes
 from holdfast.errors import UsageError
 
-# Names of safetensors' own.
+# The names of dtypes in safetensors files.
 DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -50,13 +50,13 @@ DTYPES = {
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-# It has none for these, which are written as pairs: a last dimension of two.
+# Dtypes that safetensors lacks. They are written as pairs of numbers: with a last dimension of two.
 PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
-    """Something to write: ``fill(start, stop, out)`` puts bytes [start, stop) of it into ``out``."""
+    """An array to write: ``fill(start, stop, out)`` puts bytes [start, stop) of it into ``out``."""
 
     name: str
     dtype: torch.dtype
@@ -65,6 +65,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
+        """The size of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -91,7 +92,7 @@ def array_of(name: str, tensor: torch.Tensor) -> Array:
         if line is not None:
             np.copyto(out, line[start:stop])
             return
-        # What is strided or on another device is copied part by part, straight to where it is wanted.
+        # A strided tensor, or one on another device, is copied box by box, straight to where it is wanted.
         target = torch.from_numpy(out).view(tensor.dtype)
         for box in flat_boxes(tuple(tensor.shape), start // size, stop // size):
             target[: box.numel].view(box.shape).copy_(tensor[box.slices()])
@@ -101,9 +102,10 @@ def array_of(name: str, tensor: torch.Tensor) -> Array:
 
 
 class Image:
-    """A safetensors file before it is written: what every byte of it will be.
+    """A safetensors file before it is written: its header, and what fills the rest.
 
-    The header is padded with blanks, so that the data starts on a page.
+    The header is padded with blanks, so that the data starts on a page. ``size`` is in bytes, ``offsets`` has the
+    first byte of each array. Raises ``UsageError`` for two arrays of one name, and a dtype that cannot be written.
 
     >>> image = Image([array_of("w", torch.ones(3))])
     >>> image.offsets["w"], image.size
@@ -111,7 +113,7 @@ class Image:
     """
 
     def __init__(self, arrays: Sequence[Array], metadata: Mapping[str, str] | None = None) -> None:
-        # In the order of falling size each array is aligned to its elements, and no block ends within one.
+        # Largest elements first: so every array is aligned to its elements, and no block ends inside an element.
         self.arrays = sorted(arrays, key=lambda array: -array.dtype.itemsize)
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         position = 0
@@ -154,13 +156,17 @@ def _described(array: Array) -> dict[str, object]:
 
 
 class StagedImage:
-    """A copy of an image in memory that is kept from one save to the next, so that its pages are warm."""
+    """A copy of an image in memory, for a save in the background.
+
+    The memory is kept from one save to the next: memory touched for the first time costs more than the copy.
+    """
 
     def __init__(self) -> None:
         self._memory: Bytes = np.empty(0, dtype=np.uint8)
         self.size = 0
 
     def take(self, image: Image) -> None:
+        """Copies an image; what changes afterwards in the tensors is not in the copy."""
         if self._memory.nbytes < image.size:
             self._memory = aligned(image.size)
         self.size = image.size
@@ -168,15 +174,16 @@ class StagedImage:
         def copy(start: int) -> None:
             image.fill(start, min(start + BLOCK, image.size), self._memory[start:])
 
-        in_parallel(copy, blocks_of(image.size))  # training stands still meanwhile: all cores are free
+        in_parallel(copy, blocks_of(image.size))  # training waits meanwhile, so all cores are free
 
     def fill(self, start: int, stop: int, out: Bytes) -> Bytes:
+        """Bytes [start, stop) of the file, in the copy itself; ``out`` is not needed."""
         return self._memory[start:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A file that is durable: its length, its blocks' checksums and where each array begins."""
+    """A durable file: its length, its blocks' checksums, and the offset of each array, in bytes."""
 
     bytes: int
     checksums: tuple[str, ...]
@@ -191,7 +198,10 @@ def write_safetensors(
     progress: Progress = silent,
     threads: int = THREADS,
 ) -> Written:
-    """Writes a safetensors file, durable when this returns; the path must not exist."""
+    """Writes a safetensors file, durable when this returns.
+
+    Raises ``CheckpointError`` if the path exists or cannot be written.
+    """
     image = Image(arrays, metadata)
     sums = write_blocks(path, image.size, image.fill, progress=progress, threads=threads)
     return Written(bytes=image.size, checksums=sums, offsets=image.offsets)

@@ -1,4 +1,8 @@
-"""Saving: every worker writes what it has, copies share the work, and the last rename makes it exist."""
+"""``save`` and ``async_save``: every rank writes a part of the checkpoint, and one rank commits it.
+
+A save has three parts. All ranks tell each other what they hold, and each comes to the same plan. Each rank writes
+its file alone. The first rank writes the index, which makes the checkpoint exist.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,8 @@ from holdfast.checkpoint.trees import merge_trees
 from holdfast.checkpoint.who_writes import HeldBoxes, Job, share
 from holdfast.errors import CheckpointError
 
-SMALL = 1 << 20  # bytes; copies of larger parameters and slots are compared in samples
-SAMPLES = 16
+SMALL = 1 << 20  # bytes; copies of larger parameters and slots are compared in samples, or hashing would take longest
+SAMPLES = 16  # stretches of a sampled tensor, SMALL bytes together
 Fill = Callable[[int, int, Bytes], Bytes]  # bytes [start, stop) of a file, in the buffer or elsewhere
 
 
@@ -45,12 +49,16 @@ def save(
     rules: Rules | None = None,
     place: Mapping[str, int] | None = None,
 ) -> None:
-    """Saves modules, optimizers, tensors and values, durable when it returns.
+    """Saves a tree of modules, optimizers, tensors and values into a folder, durable when it returns.
 
     Every rank of the process group calls it with what it has: whole modules, DDP, FSDP2, tensor parallel,
     pipeline stages. The folder must be seen by all of them. A checkpoint that is in it stays until the
     new one is complete. Where plain tensors are parts that a script has cut by hand, ``rules`` say of what,
-    and ``place`` where this rank stands, as in ``{"tp": 1}``.
+    and ``place`` where this rank stands, as in ``{"tp": 1}``. ``group`` is the process group (default: all ranks),
+    ``ranks`` replaces it by another way to talk.
+
+    Raises ``UsageError`` for a value that cannot be saved and for ranks that disagree, ``CheckpointError`` if the
+    folder cannot be written or a rank is lost; then the old checkpoint is still there.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -66,24 +74,28 @@ def save(
 
 
 class PendingSave(Work):
-    """A save that goes on in the background. An error in it is raised by ``wait`` or by the next save."""
+    """A save that goes on in the background, see :func:`async_save`.
+
+    ``wait()`` returns when it is durable and raises its error; the next save does so too. ``done`` tells whether it has
+    ended.
+    """
 
 
 _pending: list[PendingSave] = []
-_staged: list[StagedImage] = []  # that nobody writes from at the moment; usually one
+_staged: list[StagedImage] = []  # copies that no save uses at the moment: at most one is kept
 
 
 def wait_for_saves() -> None:
-    """Waits for saves in the background, and raises what went wrong in them."""
+    """Waits for all saves in the background, and raises the error of one that failed."""
     for pending in list(_pending):
-        pending.join()  # if this is interrupted, it is still pending
+        pending.join()  # if this is interrupted (Ctrl-C), the save is still pending
         with contextlib.suppress(ValueError):  # another thread waits too
             _pending.remove(pending)
         pending.wait()
 
 
 def join_saves() -> None:
-    """Waits for saves in the background, whose ranks talk to each other; leaves errors to the next save."""
+    """Waits for all saves in the background, and leaves their errors to the next save."""
     for pending in _pending:
         pending.join()
 
@@ -97,7 +109,10 @@ def async_save(
     rules: Rules | None = None,
     place: Mapping[str, int] | None = None,
 ) -> PendingSave:
-    """As :func:`save`, but returns once everything is copied: what you change afterwards is not in the file.
+    """Saves as :func:`save` does, but returns once everything is copied in memory, and writes in the background.
+
+    Changes after it returns are not saved. Takes what :func:`save` takes; errors of writing are raised by ``wait()``
+    of the result, or by the next save.
 
     >>> import tempfile, torch
     >>> weight = torch.zeros(2)
@@ -115,7 +130,7 @@ def async_save(
         try:  # two threads keep the disk busy enough, and leave the processor to the training
             work.carry_out(staged.fill, threads=2)
         finally:
-            _staged[:] = [staged]  # one is kept, its pages warm
+            _staged[:] = [staged]  # kept for the next save: memory touched for the first time is slow
 
     pending = PendingSave(carry_out, f"saving {path}")
     _pending.append(pending)
@@ -124,7 +139,7 @@ def async_save(
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReport:
-    """What a worker has written."""
+    """A rank's report: the file that it has written, who wrote it (for people), and what is in it."""
 
     file: str
     writer: str
@@ -132,7 +147,10 @@ class WriteReport:
 
 
 class Save:
-    """One save, as one of its workers sees it: made together, written by each alone, committed by one."""
+    """One save, as one of its ranks sees it.
+
+    All ranks make it together, each writes its file alone (:meth:`write`), one commits it (:meth:`commit`).
+    """
 
     def __init__(
         self,
@@ -149,7 +167,7 @@ class Save:
         described, text = together(ranks, "save", lambda: _prepare(tree, ranks, place))
         self._all = [json.loads(text) for text in ranks.exchange(text)]
         self.id = str(self._all[0]["id"])
-        # Pure, and everybody has the same texts: all come to the same plan, or to the same error.
+        # From here on only pure functions of these texts: all ranks come to the same plan, or to the same error.
         self._holdings, held = [_holdings(said) for said in self._all], described.held
         if rules is not None:
             cut = locals_of([_plain(said) for said in self._all], [said["place"] for said in self._all], rules)
@@ -165,11 +183,11 @@ class Save:
         self.image = together(ranks, "save", lambda: Image([_array(job, held) for job in jobs]))
 
     def carry_out(self, fill: Fill, *, progress: Progress = silent, threads: int = THREADS) -> None:
-        """Everything after the preparation, all workers together."""
+        """Writes and commits, all ranks together; ``fill`` gives the bytes of this rank's file (``write_blocks``)."""
         try:
             report = together(self.ranks, "save", lambda: self.write(fill, progress, threads))
         except Exception:
-            # Nobody commits what somebody could not write, and a full disk is the fuller for it.
+            # Without this rank's file nobody commits: remove it, it only fills the disk.
             with suppress(OSError):
                 (self.path / index.data_name(self.id, self.ranks.rank)).unlink()
             raise
@@ -177,7 +195,7 @@ class Save:
         together(self.ranks, "save", lambda: self.commit(reports) if self.ranks.rank == 0 else None)
 
     def write(self, fill: Fill, progress: Progress = silent, threads: int = THREADS) -> WriteReport:
-        """Writes this worker's file; durable when it returns."""
+        """Writes this rank's file, durable when it returns."""
         name = index.data_name(self.id, self.ranks.rank)
         with explained(self.path, "create"):
             make_folder(self.path)
@@ -189,7 +207,7 @@ class Save:
         return WriteReport(file=name, writer=writer, written=written)
 
     def commit(self, reports: Sequence[WriteReport]) -> None:
-        """Makes the checkpoint exist, once all reports are there; then what it replaces may go."""
+        """Writes the index from the reports of all ranks; then removes what the checkpoint replaces."""
         for report in reports:
             if not (self.path / report.file).exists():
                 raise CheckpointError(
@@ -233,7 +251,7 @@ class Save:
 
 
 def _prepare(tree: Mapping[str, Any], ranks: Ranks, place: Mapping[str, int] | None) -> tuple[Described, bytes]:
-    """What this worker has, and what it tells the others of it."""
+    """A description of what this rank saves, and the text about it for the other ranks."""
     described = describe(tree)
     said = {
         "id": index.new_id(),
@@ -258,9 +276,10 @@ def _prepare(tree: Mapping[str, Any], ranks: Ranks, place: Mapping[str, int] | N
 
 
 def _digest(held: Held, *, sample: bool) -> str | None:
-    """What tells copies apart: all of a tensor, or samples of what is very likely one and large.
+    """A checksum by which ranks notice that copies of a tensor differ; None if this rank holds only a part of it.
 
-    Parts that a script has cut by hand, and that it forgot to give rules for, look like copies: never in silence.
+    Parts that a script has cut by hand, without rules, look like copies: such a save must not succeed. Large
+    tensors that are most likely equal (``sample``) are compared in samples.
     """
     whole = [part.tensor for part in held.parts if part.box.shape == held.shape and part.box.numel]
     if not whole:
@@ -270,7 +289,7 @@ def _digest(held: Held, *, sample: bool) -> str | None:
 
 
 def _samples(tensor: torch.Tensor) -> torch.Tensor:
-    """A few stretches of a large tensor, evenly spread."""
+    """Some stretches of a large tensor, evenly spread."""
     flat = tensor.view(-1)
     length = SMALL // SAMPLES // tensor.element_size()
     return torch.cat([flat[start : start + length] for start in range(0, flat.numel(), flat.numel() // SAMPLES)])
@@ -290,7 +309,7 @@ def _holdings(said: Mapping[str, Any]) -> dict[str, HeldBoxes]:
 
 
 def _plain(said: Mapping[str, Any]) -> dict[str, Plain]:
-    """The tensors about which only rules can tell what they are parts of."""
+    """The plain tensors of a rank: only rules can tell what they are parts of."""
     derived = set(said["derived"])
     return {
         name: Plain(shape=holding.shape, dtype=holding.dtype)
@@ -313,7 +332,7 @@ def _cut(holdings: Mapping[str, HeldBoxes], parts: Mapping[str, Local]) -> dict[
 
 
 def _piece_name(name: str, box: Box, shape: Shape) -> str:
-    """A whole tensor keeps its name in the file; a part says where it begins."""
+    """The name of a piece in the data file: the tensor's, and for a part also where it begins."""
     return name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
 
 
@@ -327,10 +346,12 @@ def _array(job: Job, held: Mapping[str, Held]) -> Array:
 
 
 def write_report(report: WriteReport) -> bytes:
+    """A report as JSON, for :func:`read_report`."""
     written = report.written
     return json.dumps([report.file, report.writer, written.bytes, written.checksums, dict(written.offsets)]).encode()
 
 
 def read_report(text: bytes) -> WriteReport:
+    """The report that :func:`write_report` has written."""
     file, writer, size, sums, offsets = json.loads(text)
     return WriteReport(file=file, writer=writer, written=Written(bytes=size, checksums=tuple(sums), offsets=offsets))

@@ -1,7 +1,6 @@
 """Reads boxes of logical tensors, whatever pieces and files they lie in.
 
-A read is planned first (pure: which bytes of which files go where), then carried out by a few threads in
-bounded memory: each takes a span of a file, checks it, and copies out of it what is wanted.
+A read is planned first, by pure functions: which bytes of which files go where. Then :mod:`transfer` carries it out.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Shape, Stored, Ten
 from holdfast.checkpoint.transfer import FileSpan, Transfer, carry_out
 from holdfast.errors import CheckpointError
 
-SPAN = 2 * BLOCK  # a strided part is cut until it spans no more
-CHUNK = 16 * BLOCK  # what is cast, averaged or sent to a device goes through memory of this size, at most twice
+SPAN = 2 * BLOCK  # bytes of a file that a strided part may span; larger ones are cut, to bound the memory of a read
+CHUNK = 16 * BLOCK  # bytes of the memory through which a tensor is cast, averaged or sent to a device, at most twice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Want:
-    """A box of a logical tensor, and the tensor of the box's shape that takes it."""
+    """A box of a logical tensor to read, and the tensor of the box's shape that takes it."""
 
     name: str
     box: Box
@@ -39,7 +38,7 @@ class Want:
 
 
 def read_tensor(catalogue: Catalogue, name: str, box: Box | None = None) -> torch.Tensor:
-    """A logical tensor, or a box of it, in memory of its own."""
+    """Reads a logical tensor, or a box of it, into new memory; ``CheckpointError`` if it is missing or damaged."""
     entry = find(catalogue, name)
     box = box or whole(entry.shape)
     out = torch.empty(box.shape, dtype=entry.dtype)
@@ -48,10 +47,10 @@ def read_tensor(catalogue: Catalogue, name: str, box: Box | None = None) -> torc
 
 
 def read_range(catalogue: Catalogue, name: str, start: int, stop: int, out: Bytes) -> None:
-    """Elements [start, stop) of the flattened tensor, as bytes; on this thread alone, for streaming."""
+    """Reads elements [start, stop) of a flattened tensor into ``out``, as bytes; on this thread, for streaming."""
     entry = find(catalogue, name)
     if start >= stop:
-        return  # torch cannot view nothing as something else
+        return  # torch cannot view an empty array as another dtype
     line = torch.from_numpy(out).view(entry.dtype)
     read(catalogue, [*flat_wants(name, entry.shape, start, line)], threads=1)
 
@@ -69,14 +68,18 @@ def flat_wants(name: str, shape: Shape, start: int, line: torch.Tensor) -> Itera
 
 
 def find(catalogue: Catalogue, name: str) -> TensorEntry:
-    """A tensor's entry, or an error that names it."""
+    """A tensor's entry; ``CheckpointError`` with its name if there is none."""
     if name not in catalogue.tensors:
         raise CheckpointError(f"{catalogue.root} has no tensor {name}", hint="holdfast ckpt inspect lists them")
     return catalogue.tensors[name]
 
 
 def read(catalogue: Catalogue, wants: Sequence[Want], *, progress: Progress = silent, threads: int = THREADS) -> None:
-    """Fills every ``out``. Raises an error that names file and tensor if a single byte is not as it was written."""
+    """Reads every want into its ``out``, which may have another dtype or be on another device.
+
+    ``progress`` is called with the bytes done. Raises ``CheckpointError`` with file and tensor if a byte is not as it
+    was written, or no piece holds a part; gaps are noticed before anything is read.
+    """
     plain: list[Want] = []
     others: list[Want] = []
     for want in wants:
@@ -85,7 +88,7 @@ def read(catalogue: Catalogue, wants: Sequence[Want], *, progress: Progress = si
         direct = want.out.device.type == "cpu" and not entry.mean and _as_stored(entry, want)
         (plain if direct else others).append(want)
     spans = plan(catalogue, plain)
-    for want in others:  # refuses a gap before anything is changed
+    for want in others:  # refuses gaps before anything is changed
         _sources(catalogue, want.name, want.box, catalogue.tensors[want.name].pieces)
     carry_out(catalogue, spans, progress, threads)
     for want in others:
@@ -104,7 +107,7 @@ def _itemsize(entry: TensorEntry, want: Want) -> int:
 
 
 def _read_indirect(catalogue: Catalogue, name: str, box: Box, threads: int) -> torch.Tensor:
-    """What has to be cast or averaged first: each piece in its own dtype, in memory of its own."""
+    """A box that has to be cast or averaged: each piece is read in its own dtype first."""
     entry = catalogue.tensors[name]
 
     def part(piece: Piece, common: Box) -> torch.Tensor:
@@ -142,7 +145,7 @@ def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def plan(catalogue: Catalogue, wants: Sequence[Want]) -> list[FileSpan]:
-    """Which bytes of which files go where."""
+    """The spans of files to read for some wants, and what to copy out of them."""
     transfers: list[Transfer] = []
     for want in wants:
         for piece, common in _sources(catalogue, want.name, want.box, catalogue.tensors[want.name].pieces):
@@ -152,7 +155,7 @@ def plan(catalogue: Catalogue, wants: Sequence[Want]) -> list[FileSpan]:
 
 
 def _sources(catalogue: Catalogue, name: str, box: Box, pieces: Sequence[Piece]) -> list[tuple[Piece, Box]]:
-    """Which piece gives which part of a box; of pieces that hold the same elements, the first."""
+    """The parts of a box, each with the piece to read it from; of pieces that hold the same elements, the first."""
     found = []
     left = [box] if box.numel else []
     for piece in pieces:
@@ -202,14 +205,14 @@ def _cut_strided(stored: Stored, target: np.ndarray[Any, Any], name: str) -> Ite
 
 
 def _numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A view of a tensor's memory as integers of its elements' size: bytes are moved, whatever they mean."""
+    """A view of a tensor's memory as integers of the same size: numpy does not know all dtypes of torch."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     tensor = tensor.detach()
     return (tensor.view(sizes[tensor.element_size()]) if tensor.element_size() in sizes else tensor).numpy()
 
 
 def _spans(transfers: list[Transfer], catalogue: Catalogue) -> list[FileSpan]:
-    """Transfers that begin in blocks which are read anyway share the read."""
+    """Spans to read: transfers that lie in blocks which are read anyway share a span."""
     spans: list[FileSpan] = []
     for transfer in sorted(transfers, key=lambda t: (t.stored.file, t.stored.offset)):
         stored = transfer.stored
@@ -225,7 +228,7 @@ def _spans(transfers: list[Transfer], catalogue: Catalogue) -> list[FileSpan]:
 
 
 def _trim(span: FileSpan, catalogue: Catalogue) -> None:
-    """Whole blocks have to be read only where they are checked."""
+    """Shrinks a span to what is wanted, if its file has no checksums: only those need whole blocks."""
     known = catalogue.files[span.file]
     if known.checksums is None:
         span.start = min(t.stored.offset for t in span.transfers)

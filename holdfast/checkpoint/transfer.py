@@ -1,4 +1,4 @@
-"""Carries a read out: a few threads take spans of files, check them, and copy out of them what is wanted."""
+"""Carries out a planned read: a few threads read spans of files, check them, and copy out of them what is wanted."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from holdfast.checkpoint.pieces import Catalogue, Stored
 from holdfast.checkpoint.trees import some
 from holdfast.errors import CheckpointError
 
-FILES = 64  # open at a time: some formats have one for each tensor, and systems allow few
+FILES = 64  # open at a time: some formats have one for each tensor, and systems allow about a thousand
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """An array in a file, and the memory of the same shape that takes it; both seen as plain numbers."""
+    """An array in a file, and the memory of the same shape that takes it; both are seen as plain integers."""
 
     stored: Stored
     target: np.ndarray[Any, Any]
@@ -44,7 +44,7 @@ class Transfer:
 
 @dataclass(kw_only=True)
 class FileSpan:
-    """Bytes [start, stop) of a file that are read at once, and what is copied out of them."""
+    """Bytes [start, stop) of a file that are read at once, and the arrays that are copied out of them."""
 
     file: str
     start: int
@@ -53,7 +53,11 @@ class FileSpan:
 
 
 def carry_out(catalogue: Catalogue, spans: Sequence[FileSpan], progress: Progress, threads: int) -> None:
-    """Reads every span and copies what is wanted out of it. Spans of a file must follow each other."""
+    """Reads every span, checks it and copies what is wanted out of it.
+
+    The spans of one file must follow each other. With one thread, the last block is kept for the next call, for
+    readers that stream. Raises ``CheckpointError`` for a damaged block.
+    """
     for batch in _few_files(spans):
         with ExitStack() as stack:
             files = _open_files(catalogue, batch, stack)
@@ -78,7 +82,10 @@ def _few_files(spans: Sequence[FileSpan]) -> Iterator[list[FileSpan]]:
 
 
 def _open_files(catalogue: Catalogue, spans: Sequence[FileSpan], stack: ExitStack) -> Mapping[str, int]:
-    """Past the page cache, which our own files never were in; others' may be in it, having just been written."""
+    """Opens files for reading, past the page cache if their bytes are not in it.
+
+    Our own files are written past the cache and never are in it; those of other programs may be.
+    """
     files = {}
     for name, group in groupby(spans, key=lambda span: span.file):
         path, wanted = catalogue.root / name, list(group)
@@ -93,9 +100,9 @@ def _open_files(catalogue: Catalogue, spans: Sequence[FileSpan], stack: ExitStac
 
 
 class _Recent(threading.local):
-    """The block that this thread has checked last: small tensors that are streamed one by one share it."""
+    """The span that this thread has checked last: small tensors that are streamed one by one share it."""
 
-    catalogue: Catalogue | None = None  # itself, not its id: that could be another's one day
+    catalogue: Catalogue | None = None  # the object, not its id, which may be reused
     span: tuple[str, int, int]
     data: Bytes
 
@@ -127,7 +134,7 @@ def _copy_all_out(span: FileSpan, data: Bytes) -> None:
 
 
 def check_blocks(catalogue: Catalogue, span: FileSpan, data: Bytes) -> None:
-    """Refuses a block that is not what was written."""
+    """Raises ``CheckpointError`` for a block that does not match its checksum, with the tensors in it."""
     sums = catalogue.files[span.file].checksums
     if sums is None:
         return

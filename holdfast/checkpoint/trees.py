@@ -1,4 +1,4 @@
-"""What is in a catalogue's tree, under one flat name each: tensors, values, settings of parameters."""
+"""The tree of a catalogue: walks through it, flat names for what is in it, one tree out of several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.checkpoint.pieces import NUMPY, Box, Catalogue, Ref, name_of
 from holdfast.errors import UsageError
 
 Leaves = dict[str, Any]
-# Texts that a key of another type would read as; and those with quotes, as which the former are shown.
+# Texts that look like a key of another type, such as 1 or None, or like a text in quotes. Names quote them.
 _NOT_TEXT = re.compile(r"""-?\d[\d_.e+-]*|-?inf|nan|None|True|False|torch\.\w+|\(.*\)|b?(['"]).*\1""", re.DOTALL)
 
 
@@ -28,7 +28,7 @@ def leaves(tree: Mapping[Any, Any]) -> Leaves:
 
 
 def leaf_name(path: Sequence[Any]) -> str:
-    """The name of what lies at a path, another one for every other path.
+    """A name for a path in the tree; different paths have different names.
 
     >>> leaf_name(("rng", 1)), leaf_name(("rng", "1"))
     ('rng/1', "rng/'1'")
@@ -94,7 +94,9 @@ def dicts(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ..
 
 
 def merge_trees(trees: Sequence[Any]) -> Any:
-    """The union of dicts, and of optimizers; everything else must be the same wherever it is.
+    """One tree out of those of several ranks: the union of dicts and of optimizers.
+
+    Everything else must be the same on all ranks that have it; ``UsageError`` if it is not.
 
     >>> merge_trees([{"model": {"a": 1}, "step": 7}, {"model": {"b": 2}, "step": 7}])
     {'model': {'a': 1, 'b': 2}, 'step': 7}
@@ -106,7 +108,7 @@ def merge_trees(trees: Sequence[Any]) -> Any:
 
 
 def is_optimizer(node: Any) -> bool:
-    """Whether this is what ``Optimizer.state_dict`` gives."""
+    """Whether a node has the form of ``Optimizer.state_dict()``."""
     return (
         isinstance(node, dict) and node.keys() == {"state", "param_groups"} and isinstance(node["param_groups"], list)
     )
@@ -144,7 +146,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _groups(a: list[Any], b: list[Any], path: tuple[Any, ...], rank: int) -> list[Any]:
-    """Groups at the same place with the same settings are one; a parameter has the same settings everywhere."""
+    """Groups of two ranks together: those at the same place with the same settings become one.
+
+    A parameter that both have must have the same settings on both.
+    """
     settings = {key: _settings(group) for group in a for key in group["params"]}
     merged = [{**group, "params": list(group["params"])} for group in a]
     for place, group in enumerate(b):
@@ -171,18 +176,18 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_of(catalogue: Catalogue) -> int | None:
-    """The step a checkpoint is of, where it says so with a plain number."""
+    """The step of a checkpoint, if it has one as a plain number."""
     step = catalogue.tree.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def bytes_of(catalogue: Catalogue) -> int:
-    """What its files take on disk."""
+    """The size of a checkpoint's files."""
     return sum(file.bytes for file in catalogue.files.values())
 
 
 def marks_of(catalogue: Catalogue) -> dict[str, list[str]]:
-    """What is to be said about tensors of the model, by their names: tied, frozen, a buffer.
+    """Notes on tensors of the model, by their names: tied, frozen, buffer.
 
     >>> from pathlib import Path
     >>> marks_of(Catalogue(format="x", root=Path("x"), tied={"head": "embed"}, frozen=("embed",)))

@@ -1,4 +1,7 @@
-"""Who writes what: a pure function of what everybody holds, so that nobody has to be told."""
+"""Decides which rank writes which part of a checkpoint.
+
+A pure function of what all ranks hold: each rank computes it and comes to the same result, so nobody has to be told.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from holdfast.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBoxes:
-    """What one worker says it holds of a logical tensor.
+    """The boxes of a logical tensor that one worker holds.
 
-    Copies must have the same ``digest`` where there is one. A ``leading`` tensor may differ: the first
-    worker's counts, as that of a module's buffers does in DistributedDataParallel.
+    Copies must have the same ``digest`` where there is one. A ``leading`` tensor may differ between workers: the
+    first worker's is saved, as DistributedDataParallel does with a module's buffers.
     """
 
     shape: Shape
@@ -33,7 +36,9 @@ Job = tuple[str, Box]
 
 
 def share(inventories: Sequence[Inventory]) -> list[list[Job]]:
-    """What each worker writes: every element once, copies shared out evenly.
+    """The boxes that each worker writes: every element once, copies shared out evenly by bytes.
+
+    Raises ``UsageError`` if workers disagree on a tensor, hold parts that overlap, or leave a gap.
 
     >>> w = HeldBoxes(shape=(4,), dtype=torch.float32, boxes=(whole((4,)),))
     >>> [[(name, box.offset, box.shape) for name, box in jobs] for jobs in share([{"w": w}, {"w": w}])]
@@ -42,13 +47,13 @@ def share(inventories: Sequence[Inventory]) -> list[list[Job]]:
     holders = {name: _holders(name, inventories) for name in dict.fromkeys(n for inv in inventories for n in inv)}
     sizes = {name: next(inv[name].dtype.itemsize for inv in inventories if name in inv) for name in holders}
     total = sum(box.numel * sizes[name] for name, boxes in holders.items() for box in boxes)
-    large = total / len(inventories) / 8  # what is smaller cannot upset the balance by much
+    large = total / len(inventories) / 8  # bytes; smaller boxes are not cut, they cannot upset the balance by much
     jobs: list[list[Job]] = [[] for _ in inventories]
     loads = [0] * len(inventories)
     listed = [
         (box.numel * sizes[name], name, box, ranks) for name, boxes in holders.items() for box, ranks in boxes.items()
     ]
-    # First what only one can write; the rest evens it out, the largest first.
+    # First the boxes that only one worker can write; copies then even out the loads, the largest first.
     for size, name, box, ranks in sorted(listed, key=lambda job: (len(job[3]) > 1, -job[0], job[1], job[2].offset)):
         parts = _cut(box, len(ranks)) if size > large else [box]
         for part in parts:
@@ -59,7 +64,7 @@ def share(inventories: Sequence[Inventory]) -> list[list[Job]]:
 
 
 def _cut(box: Box, count: int) -> list[Box]:
-    """Slices along the first dimension that has any, as equal as they can be: each contiguous in memory."""
+    """``count`` slices of a box along its first dimension longer than 1, as equal as possible; each is contiguous."""
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
     if dim is None or count < 2:
         return [box]
@@ -76,7 +81,7 @@ def _cut(box: Box, count: int) -> list[Box]:
 
 
 def _holders(name: str, inventories: Sequence[Inventory]) -> dict[Box, list[int]]:
-    """Boxes that tile the tensor, with the workers that hold each."""
+    """Boxes that together make up a tensor, each with the workers that hold it."""
     found: dict[Box, list[int]] = {}
     known = [(rank, inv[name]) for rank, inv in enumerate(inventories) if name in inv]
     leader, first = known[0]

@@ -1,4 +1,4 @@
-"""Where the parts of a ``torch.save`` stream lie, new (zip) or old, without reading any tensor.
+"""Finds where the parts of a ``torch.save`` stream lie, in the new form (zip) or the old, without reading a tensor.
 
 Both kinds store tensors uncompressed, so a storage is a range of bytes of the file.
 """
@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 
 from holdfast.errors import CheckpointError
 
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first thing pickled in a file of the old form
 DAMAGED = "it may be damaged; copy it again"
 
 
 class Window(io.RawIOBase):
-    """Some bytes of an open file, as a file of their own.
+    """Some bytes of an open file, as a read-only file of their own.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
@@ -83,7 +83,7 @@ class Archive:
         return self._prefix + name in self._records
 
     def span(self, name: str) -> StorageSpan:
-        """Where a record's bytes are in the file."""
+        """The bytes of a record in the file; ``CheckpointError`` if it is not there, compressed or cut off."""
         info = self._records.get(self._prefix + name)
         if info is None:
             raise CheckpointError(f"{self._where} has no record {name}", hint=DAMAGED)
@@ -101,7 +101,7 @@ class Archive:
         return StorageSpan(offset=self._start + offset, length=info.file_size)
 
     def read(self, name: str) -> bytes:
-        """A record's bytes. A wrong checksum is refused, unless torch was told not to compute them."""
+        """The bytes of a record; ``CheckpointError`` for a wrong checksum, unless torch was told to compute none."""
         span = self.span(name)
         data = self._bytes(span.offset - self._start, span.length)
         if not self._matches(name, data) and "version" in self:
@@ -121,7 +121,10 @@ class Archive:
 def legacy_spans(
     stream: BinaryIO, keys: Any, itemsizes: Mapping[str, int], *, start: int, length: int, where: str
 ) -> Callable[[str], StorageSpan]:
-    """Where the storages of an old torch.save file lie: behind the pickles, each after its count of elements."""
+    """A function from a storage's key to its bytes, for a torch.save file of the old form.
+
+    There the storages lie behind the pickles, each after its count of elements; ``stream`` stands before the first.
+    """
     spans: dict[str, StorageSpan] = {}
     at = stream.tell()
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):

@@ -1,7 +1,7 @@
-"""From what people put into files to the one tree of a catalogue.
+"""Makes the tree of a foreign checkpoint canonical: usual names of sections, parameters by name, plain values.
 
 Scripts call their sections "model" or "state_dict", number parameters or name them, save a bare state_dict or
-wrap everything once more. Where that can be told for certain it is made the same; the rest stays as it was.
+wrap everything once more. What can be told for certain is made the same; the rest stays as it was.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from holdfast.checkpoint.formats.pickled import Foreign
 from holdfast.checkpoint.pieces import Catalogue, Ref, Stored, TensorEntry, catalogue_tree, entry_of, name_of
 from holdfast.errors import CheckpointError
 
+# Names that scripts give to a section, by its canonical name.
 _SECTIONS = {
     "model": ("model", "state_dict", "model_state_dict"),
     "optimizer": ("optimizer", "optimizer_state_dict", "optim"),
@@ -51,7 +52,10 @@ def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path, r
 
 
 def canonical(tree: Mapping[Any, Any], *, where: Path, changed: list[str] | None = None) -> Tree:
-    """Sections under their usual names, the optimizer by names, and plain values only, see :func:`plain`.
+    """A tree with sections under their usual names, the optimizer by names, and plain values only (:func:`plain`).
+
+    ``changed`` collects in words what has become something else. Raises ``CheckpointError`` if two sections could be
+    the model or the optimizer.
 
     >>> canonical({"model_state_dict": {}, "epoch": 3}, where=Path("a.pt"))
     {'model': {}, 'epoch': 3}
@@ -66,9 +70,9 @@ def canonical(tree: Mapping[Any, Any], *, where: Path, changed: list[str] | None
 
 
 def plain(value: Any, changed: list[str] | None = None, path: tuple[Any, ...] = ()) -> Any:
-    """What any format can keep: foreign objects as dicts, arrays and sets as lists, devices as texts.
+    """A value as any format can keep it: foreign objects as dicts, arrays and sets as lists, devices as texts.
 
-    ``changed`` collects what has become something else.
+    ``changed`` collects in words what has become something else.
 
     >>> said: list[str] = []
     >>> plain({"seen": {2, 1}, "x": 1 + 2j}, said), said[0]
@@ -106,6 +110,7 @@ def _key(key: Any) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
+    """Whether a value of a tree that is being read stands for a tensor."""
     return isinstance(value, Stored | TensorEntry)
 
 
@@ -133,7 +138,10 @@ def _sections(tree: Tree, where: Path) -> Tree:
 
 
 def _with_model(tree: Tree) -> Tree:
-    """A bare state_dict is a model; so are the tensors beside an optimizer that knows all its names from them."""
+    """A tree in which tensors that lie bare are the section "model".
+
+    They are one if there is nothing else (a state_dict), or if an optimizer beside them knows all its names from them.
+    """
     tensors = {name: value for name, value in tree.items() if is_tensor(value) and isinstance(name, str)}
     rest = {name: value for name, value in tree.items() if name not in tensors}
     if tensors and all(isinstance(name, str) and name.endswith("_extra_state") for name in rest):
@@ -147,7 +155,7 @@ def _with_model(tree: Tree) -> Tree:
 
 
 def find_tied(model: Mapping[str, Any]) -> dict[str, str]:
-    """Names that stand for the same bytes, each with the first name of them.
+    """Second names of the same bytes, each with the first name.
 
     >>> a = Stored(file="a.pt", offset=64, dtype=torch.float32, shape=(2,), strides=(1,))
     >>> find_tied({"embed": a, "bias": 3, "head": a})

@@ -41,7 +41,7 @@ write = dcp_write.write
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteRange:
-    """Some bytes of a file."""
+    """Some bytes of a file of the folder."""
 
     file: str
     offset: int
@@ -50,7 +50,7 @@ class ByteRange:
 
 @dataclass(kw_only=True)
 class Logical:
-    """A tensor as the table describes it."""
+    """A tensor as the table describes it: the boxes that it is saved in."""
 
     shape: Shape
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Logical:
 
 @dataclass(kw_only=True)
 class DcpTable:
-    """What ``.metadata`` says: tensors and objects by their flat names, and where each part is.
+    """The table in ``.metadata``: tensors and objects (None) by their flat names, and where each part is.
 
     ``paths`` leads from a flat name to the keys of the nested dicts and lists that were saved.
     """
@@ -70,12 +70,12 @@ class DcpTable:
 
     @property
     def files(self) -> list[str]:
-        """Those of what it lists, and its own."""
+        """The files of all listed parts, and the table's own."""
         return [NAME, *sorted({place.file for (name, _), place in self.places.items() if name in self.items})]
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a folder that DCP wrote; one without its table is, but cannot be opened."""
+    """Whether a folder was written by DCP; one without its table counts, but cannot be opened."""
     try:
         return path.is_dir() and ((path / NAME).is_file() or any(path.glob("__*.distcp")))
     except OSError:
@@ -90,7 +90,7 @@ def open(path: Path) -> Catalogue:
 
 
 def read_items(path: Path) -> tuple[dict[str, Any], DcpTable]:
-    """All that is in the folder by flat names: an ``TensorEntry`` for each tensor, and the objects themselves."""
+    """Everything in the folder by flat names (a ``TensorEntry`` for each tensor, objects themselves), and the table."""
     if not (path / NAME).is_file():
         hint = "it is written last: the save was not completed, or the file was not copied"
         raise CheckpointError(f"{path / NAME} is missing", hint=hint)
@@ -111,7 +111,7 @@ def read_items(path: Path) -> tuple[dict[str, Any], DcpTable]:
 
 
 def read_table(path: Path) -> DcpTable:
-    """The table of a folder."""
+    """Reads the table of a folder; ``CheckpointError`` if it is not one."""
     where = path / NAME
     found = pickled.load(where, root=path, allow=_CLASSES)
     try:
@@ -159,7 +159,7 @@ def _place(place: dict[str, Any], where: Path) -> ByteRange:
 
 
 def _read_parts(path: Path, table: DcpTable) -> Iterator[tuple[tuple[str, Shape | None], Any]]:
-    """Every part of the table, in the order in which they lie in the files, each of which is opened once."""
+    """Every part of the table, with its name and offset, in the order of the files; each file is opened once."""
     wanted: list[tuple[ByteRange, str, Box | None]] = []
     for name, logical in table.items.items():
         for box in [None] if logical is None else logical.boxes:
@@ -191,6 +191,7 @@ class _Parts:
     headers: dict[int, Header] = field(default_factory=dict)
 
     def tensor(self, place: ByteRange, name: str, box: Box, dtype: torch.dtype) -> Stored:
+        """Where the elements of one box lie; ``CheckpointError`` if they are not what the table says."""
         with self.source.window(place.offset, 4) as begin:
             zipped = begin.read(4) == b"PK\x03\x04"
         if zipped:
@@ -214,7 +215,7 @@ class _Parts:
 
 
 def nested(items: dict[str, Any], paths: dict[str, tuple[str | int, ...]], where: Path) -> dict[str, Any]:
-    """The dicts and lists that were flattened: a number in a path is a place in a list.
+    """The dicts and lists that DCP has flattened; a number in a path is a place in a list.
 
     >>> nested({"a.0.b": 1}, {"a.0.b": ("a", 0, "b")}, Path("x"))
     {'a': [{'b': 1}]}

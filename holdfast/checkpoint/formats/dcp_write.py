@@ -35,8 +35,8 @@ from holdfast.checkpoint.safetensors_writer import Array
 from holdfast.errors import CheckpointError
 
 _FILE = "__0_0.distcp"
-# In the name of an empty dict. Under the name that it should have, torch would take the table for one of torch 2.3,
-# which kept dicts of values whole, and look for all others of them under such names.
+# Ends the name of an empty dict. Under its plain name, torch would take the table for one of torch 2.3, which kept
+# dicts of values whole, and would look for all other dicts under plain names, too.
 _EMPTY = ".<empty>"
 PART = 256 << 20  # bytes: a loading rank has to hold a whole part in memory, even if it needs one row
 Keys = tuple[str | int, ...]
@@ -69,9 +69,9 @@ def _sync(stream: BinaryIO) -> None:
 
 
 def _leaves(node: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
-    """What DCP keeps separately: all in dicts, and all in lists that hold dicts or tensors somewhere.
+    """The items that DCP saves one by one: values in dicts, and in lists that hold dicts or tensors somewhere.
 
-    An empty dict, of which torch's own writer keeps nothing, is a value, see _EMPTY.
+    An empty dict is an item, too (see _EMPTY); torch's own writer drops it.
     """
     if isinstance(node, dict) and (node or not path):
         for key, value in node.items():
@@ -99,6 +99,7 @@ class _TableWriter:
     written: dict[str, list[_StorageInfo]] = field(default_factory=dict)
 
     def add(self, path: Keys, value: Any, catalogue: Catalogue, stream: BinaryIO, progress: Progress) -> None:
+        """Appends a value to the data file and lists it."""
         name = ".".join(map(str, path)) + (_EMPTY if isinstance(value, dict) else "")
         if name in self.items:
             hint = "DCP joins names with dots; rename one of them"
@@ -119,6 +120,7 @@ class _TableWriter:
             self.places[MetadataIndex(name, offset, number)] = place
 
     def finished(self, path: Path) -> Metadata:
+        """The table as torch pickles it."""
         return Metadata(
             state_dict_metadata=self.items,
             planner_data=self.paths,
@@ -135,7 +137,7 @@ def _saved(value: Any, stream: BinaryIO, progress: Progress) -> _StorageInfo:
 
 
 def _parts(whole: Array) -> Iterator[tuple[tuple[int, ...], Array]]:
-    """Some rows each, with the offset of the first."""
+    """An array in parts of some rows, each with the offset of its first row."""
     if whole.nbytes <= PART:
         yield (0,) * len(whole.shape), whole
         return

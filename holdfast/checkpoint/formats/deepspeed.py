@@ -32,7 +32,7 @@ EXPERTS = "checkpoints with expert parallelism are not read"
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a checkpoint that DeepSpeed's ``save_checkpoint`` wrote; looks at names only."""
+    """Whether a folder is a checkpoint of DeepSpeed's ``save_checkpoint``; looks at names only."""
     try:
         folder = tag_folder(path, "latest", anywhere=True)
         files = sort_files(names_in(folder))
@@ -58,7 +58,7 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
 
 
 def read_ranks(folder: Path) -> RankFiles:
-    """Reads the pickles of all files, and makes sure that they are one whole checkpoint."""
+    """Reads the pickles of all files; ``CheckpointError`` if they are not one whole checkpoint."""
     files = sort_files(names_in(folder), where=str(folder))
     if files.experts:
         raise CheckpointError(f"{folder / files.experts[0]} holds an expert", hint=EXPERTS)
@@ -90,7 +90,7 @@ def _optimizer(path: Path) -> dict[str, Any]:
 
 
 def _model_parallel(models: Mapping[Place, Any], files: TagFiles, folder: Path) -> tuple[int, int]:
-    """How many pipeline stages and tensor-parallel ranks there were."""
+    """The numbers of pipeline stages and of tensor-parallel ranks."""
     first = models[min(models)]
     if dimensions := first.get("checkpoint_parallel_dimensions"):
         return dimensions["pp_degree"], dimensions["tp_degree"]
@@ -103,7 +103,7 @@ def _model_parallel(models: Mapping[Place, Any], files: TagFiles, folder: Path) 
 
 
 def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], files: TagFiles, folder: Path) -> int:
-    """Over how many ranks the optimizer was cut."""
+    """The number of data-parallel ranks over which the optimizer was cut."""
     counts: set[int] = set()
     for state in optims.values():
         count = state.get("partition_count")
@@ -117,7 +117,7 @@ def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], fil
 
 
 def assemble(folder: Path, column: Column, ranks: RankFiles, left_out: list[str], read: list[str]) -> Catalogue:
-    """One column of everything as a catalogue; ``read`` are files that were read beside those of the ranks."""
+    """The catalogue of a joined column; ``read`` are files that were read beside those of the ranks."""
     order = list(ranks.models[0, 0].get("module") or {})
     tree: dict[str, Any] = {"model": model_of(column, order)}
     if column.groups:

@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint has beside tensors: step, schedulers, the script's own values."""
+"""The values that a DeepSpeed checkpoint has beside tensors: step, schedulers, the script's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.checkpoint.formats.deepspeed_files import Place
 from holdfast.checkpoint.formats.pickled import Foreign
 from holdfast.checkpoint.pieces import Stored, name_of
 
-# Keys that are DeepSpeed's own; what else there is, the script gave as client_state.
+# Keys of DeepSpeed's own: KEPT are kept under "deepspeed". All other keys are the script's client_state.
 KEPT = ("skipped_steps", "global_samples", "ds_version", "ds_config", "data_sampler", "random_ltd")
 OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -19,7 +19,7 @@ OWN = {
     "checkpoint_parallel_dimensions", "universal_checkpoint_info", "sparse_tensor_module_names",
     "csr_tensor_module_names", "num_experts", "ds_autoep_layers", "autoep_layers", "folding", *KEPT,
 }  # fmt: skip
-_GONE = object()
+_GONE = object()  # marks a value that is dropped
 
 
 def extras(
@@ -29,7 +29,10 @@ def extras(
     *,
     numbered: bool,
 ) -> dict[str, Any]:
-    """The parts of the tree beside model and optimizer; ``numbered``: the optimizer is one without names."""
+    """The sections of the tree beside model and optimizer.
+
+    ``left_out`` collects in words what is dropped; ``numbered``: the optimizer goes by numbers, and is taken here.
+    """
     first = models[min(models)]
     tree: dict[str, Any] = {}
     kept = {key: first[key] for key in KEPT if first.get(key) is not None}
@@ -48,12 +51,12 @@ def extras(
 
 
 def client_state(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script gave to ``save_checkpoint``."""
+    """The values that the script gave to ``save_checkpoint``."""
     return {key: value for key, value in model.items() if key not in OWN}
 
 
 def _numbered(optimizer: dict[str, Any], kept: dict[str, Any], ranks: int, left_out: list[str]) -> Any:
-    """Without ZeRO the optimizer's state has numbers for names, which mean another parameter on each rank."""
+    """An optimizer without ZeRO, by numbers. They mean other parameters on each rank: None if there are several."""
     if ranks > 1:
         left_out.append(f"optimizer: without ZeRO it has no names of parameters, which {ranks} ranks have parts of")
         return None
@@ -75,7 +78,7 @@ def _differs(one: Any, other: Any) -> bool:
 
 
 def plain(value: Any, left_out: list[str], path: tuple[Any, ...] = ()) -> Any:
-    """Tensors and plain data of a tree; what is neither is dropped and named, and leaves None in a list.
+    """The tensors and plain values of a tree. Other objects are dropped (None in a list) and named in ``left_out``.
 
     >>> gone: list[str] = []
     >>> plain({"a": [1, {2}]}, gone), gone

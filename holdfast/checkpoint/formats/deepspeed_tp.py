@@ -1,4 +1,4 @@
-"""Tensor parallelism: one model out of what each tensor-parallel rank had.
+"""Joins what the tensor-parallel ranks of a DeepSpeed run had into one model.
 
 DeepSpeed's AutoTP writes down where each rank's parts belong (``affine_map``), and those who prepare for
 DeepSpeed's universal checkpoints write lists of patterns. Where neither says it, the user's rules do.
@@ -21,7 +21,10 @@ GIVE_RULES = "pass rules that say replicate or shard for it, see docs/checkpoint
 
 
 def join_columns(columns: Sequence[Column], info: Mapping[str, Any], rules: Rules | None, *, where: Path) -> Column:
-    """One column out of those of all tensor-parallel ranks; ``info`` is what DeepSpeed wrote about the cuts."""
+    """One column out of those of all tensor-parallel ranks; ``info`` is what DeepSpeed wrote about the cuts.
+
+    Raises ``CheckpointError`` if neither ``info`` nor rules say how a tensor is cut.
+    """
     first = columns[0]
     if len(columns) == 1:
         return renamed_by(first, rules)
@@ -85,7 +88,7 @@ def _parameter(name: str) -> str:
 
 
 def _derived(column: Column, info: Mapping[str, Any], maps: Mapping[str, Any]) -> Iterator[Rule]:
-    """A rule for each tensor about which the lists say something, or whose default they imply."""
+    """A rule for each tensor, from DeepSpeed's lists of patterns; none if there are no lists."""
     if not info:
         return
     for name in column.weights:
@@ -98,7 +101,7 @@ def _derived(column: Column, info: Mapping[str, Any], maps: Mapping[str, Any]) -
 
 
 def pattern_of(name: str, info: Mapping[str, Any]) -> Pattern:
-    """How DeepSpeed's own converter would join a parameter: the first list that it is on decides, then dim 0.
+    """The pattern by which DeepSpeed's own converter would join a parameter: of the first list it is on, else dim 0.
 
     >>> pattern_of("a.weight", {"parameter_with_row_parallelism_patterns": [".*weight"]}).dim
     1
@@ -139,7 +142,7 @@ def _affine(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _placed(parts: Sequence[TensorEntry], found: Mapping[str, Any], name: str) -> TensorEntry:
-    """A tensor by its parameter's map; of copies, the first rank's is taken."""
+    """A tensor, joined by its parameter's map; of copies, the first rank's is taken."""
     shape = tuple(found["logical_shape"])
     pieces: list[Piece] = []
     seen: set[Box] = set()
@@ -159,7 +162,7 @@ def _placed(parts: Sequence[TensorEntry], found: Mapping[str, Any], name: str) -
 
 
 def _box(piece: Mapping[str, Any], side: str, shape: Shape, name: str) -> Box:
-    """DeepSpeed's offset and strides, which for what AutoTP does are those of a box."""
+    """The box of a piece in a map, which has an offset and strides; refuses those that are not a box's."""
     at, strides = piece[side]
     if tuple(strides) != row_major(shape) and 0 not in piece["shape"]:
         raise CheckpointError(f"the map of {name} is not made of boxes: strides {strides} in {shape}", hint=GIVE_RULES)

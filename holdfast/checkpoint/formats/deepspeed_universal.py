@@ -30,7 +30,7 @@ POINTER = "latest_universal"
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a universal checkpoint; of a folder that also has the original, the original is meant."""
+    """Whether a folder is a universal checkpoint; one that also has the original checkpoint is taken for that."""
     try:
         if (path / "latest").is_file():
             return False
@@ -51,7 +51,7 @@ class _UniversalFolder:
 
     @property
     def groups(self) -> list[dict[str, Shape]]:
-        """Names and shapes by group; what pipeline stages have of a group is put together."""
+        """Names and shapes of the parameters of each group, from all pipeline stages."""
         groups: list[dict[str, Shape]] = []
         for model in self.models.values():
             for number, shapes in enumerate(model.get("param_shapes") or []):
@@ -61,7 +61,7 @@ class _UniversalFolder:
         return groups
 
     def _check_names(self, names: Iterable[Any]) -> None:
-        """They are names of folders, and must not lead elsewhere."""
+        """Refuses names that lead elsewhere: each is the name of a folder."""
         for name in names:
             if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
                 reason = f"{self.folder}: the model states have a parameter {name!r}, which is no folder in zero"
@@ -69,6 +69,7 @@ class _UniversalFolder:
 
     @property
     def parallel(self) -> bool:
+        """Whether there were several model-parallel ranks."""
         return len({mp for mp, _ in self.models}) > 1
 
 
@@ -103,7 +104,7 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
 
 
 def _restore(tree: dict[str, Any]) -> None:
-    """What we wrote ourselves has all parts of the tree as they were."""
+    """Restores the tree of a checkpoint that ``deepspeed_universal_write`` wrote, in place."""
     client = tree.get("client_state", {})
     if REST in client:
         rest = client.pop(REST)
@@ -131,7 +132,7 @@ def _read(folder: Path) -> _UniversalFolder:
 
 
 def _add_atoms(column: Column, source: _UniversalFolder) -> None:
-    """Trained parameters: weights and slots."""
+    """Adds the trained parameters: weights and slots."""
     for group in source.groups:
         kept: dict[str, dict[str, Any]] = {}
         for name, shape in group.items():
@@ -156,7 +157,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _atoms(source: _UniversalFolder, folder: Path, shape: Shape | None) -> dict[str, Any]:
-    """What a parameter's folder holds, by the names of the files."""
+    """The values in a parameter's folder, by the names of the files."""
     atoms: dict[str, Any] = {}
     if not folder.is_dir():
         return atoms
@@ -169,7 +170,7 @@ def _atoms(source: _UniversalFolder, folder: Path, shape: Shape | None) -> dict[
 
 
 def _atom(found: Any, shape: Shape | None, path: Path) -> Any:
-    """A tensor. From ZeRO-3 it is flat, and only the model states know its shape."""
+    """The tensor in a file. From ZeRO-3 it is flat, and only the model states know its shape."""
     if isinstance(found, dict) and "param" in found:
         return found["param"]
     if path.stem == "step" or path.parts[-3] == SLOTS or not isinstance(found, Stored) or found.shape == ():
@@ -183,7 +184,7 @@ def _atom(found: Any, shape: Shape | None, path: Path) -> Any:
 
 
 def _add_rest(column: Column, source: _UniversalFolder) -> None:
-    """Buffers and frozen parameters: in their own dtype from the model states, else from their folders."""
+    """Adds buffers and frozen parameters: in their own dtype from the model states, else from their folders."""
     first = source.models[0, 0]
     module = dict(first.get("module") or {})
     column.buffers = list(dict.fromkeys(n for model in source.models.values() for n in model.get("buffer_names") or []))
@@ -211,7 +212,7 @@ def _add_rest(column: Column, source: _UniversalFolder) -> None:
 
 
 def _add_groups(column: Column, source: _UniversalFolder) -> None:
-    """Hyper-parameters, and from ZeRO-3 what the optimizer has one value of for many parameters."""
+    """Adds groups of hyper-parameters, and from ZeRO-3 values that many parameters share."""
     groups = source.groups
     inner = source.optimizer.get("optimizer_state_dict") or {}
     for number, shapes in enumerate(groups):

@@ -26,8 +26,8 @@ from holdfast.checkpoint.trees import some
 from holdfast.errors import CheckpointError
 from holdfast.words import count
 
-SLOTS = "slots"  # what an optimizer keeps that DeepSpeed cannot load: beside its own folder, which it lists
-REST = "holdfast"  # the tree's parts as they were: many have no place in DeepSpeed's files
+SLOTS = "slots"  # the folder of slots that DeepSpeed cannot load, beside its folder "zero", of which it loads all files
+REST = "holdfast"  # the key for sections of the tree that have no place in DeepSpeed's files
 VERSION = "0.19.8"  # of DeepSpeed, whose files these are
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # exact in fp32
 
@@ -53,7 +53,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, tag:
 
 @dataclass(kw_only=True)
 class _Plan:
-    """What goes where: groups of parameters, their slots by shape, and all that is not trained."""
+    """The plan of a checkpoint: groups of parameters, the slots of each group that DeepSpeed holds, and the rest."""
 
     catalogue: Catalogue
     groups: list[dict[str, Any]]
@@ -64,6 +64,7 @@ class _Plan:
 
     @classmethod
     def of(cls, catalogue: Catalogue) -> _Plan:
+        """The plan for a catalogue; ``CheckpointError`` if DeepSpeed could not load it."""
         optimizer = catalogue.tree.get("optimizer")
         where = catalogue.root
         if not isinstance(optimizer, dict) or not optimizer.get("param_groups"):
@@ -96,6 +97,7 @@ class _Plan:
         return [name for group, slots in groups for name in group["params"] if not {*slots} <= self.kept(name).keys()]
 
     def shape(self, name: str) -> Shape:
+        """The shape of a parameter."""
         return self.catalogue.tensors[self.catalogue.tree["model"][name].name].shape
 
     def kept(self, name: str) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class _Plan:
         return self.state.get(name, {})
 
     def read(self, value: Any) -> Any:
-        """A tree's value with tensors for references."""
+        """A value of the tree, with its tensors read."""
         if isinstance(value, Ref):
             return read_tensor(self.catalogue, value.name)
         if isinstance(value, dict):
@@ -113,7 +115,7 @@ class _Plan:
         return value
 
     def fits(self, name: str, value: Any) -> bool:
-        """Whether DeepSpeed can hold a slot: an element for each of the parameter's."""
+        """Whether DeepSpeed can hold a slot: one element for each element of the parameter."""
         return isinstance(value, Ref) and self.catalogue.tensors[value.name].shape == self.shape(name)
 
     def _slots_of(self, names: list[str]) -> list[str]:
@@ -126,7 +128,7 @@ class _Plan:
 
 
 def changes(catalogue: Catalogue) -> list[str]:
-    """What is not as it was after :func:`write`, in words."""
+    """What :func:`write` changes in a checkpoint, in words."""
     plan = _Plan.of(catalogue)
     said = []
     if filled := plan.filled_in:
@@ -175,7 +177,7 @@ def _fp32(plan: _Plan, ref: Any, what: str) -> torch.Tensor:
 
 
 def _step_of(plan: _Plan, group: Mapping[str, Any]) -> Any:
-    """The step of a group, of which DeepSpeed has one."""
+    """The step of a group; ``CheckpointError`` if its parameters differ, since DeepSpeed has one for all of them."""
     steps = {name: plan.read(plan.kept(name)["step"]) for name in group["params"] if "step" in plan.kept(name)}
     if not steps:
         return None
@@ -220,7 +222,7 @@ def _same_in(groups: list[dict[str, Any]], key: str) -> bool:
 
 
 def _model_states(plan: _Plan, kept: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """What ``load_checkpoint`` reads beside the tensors, and what says how the parameters were grouped."""
+    """The model states: what ``load_checkpoint`` reads beside the tensors, and how the parameters are grouped."""
     catalogue = plan.catalogue
     client = plan.read(catalogue.tree.get("client_state") or {})
     for key in client:

@@ -31,11 +31,11 @@ class Extent:
 
 @dataclass(kw_only=True)
 class FlatShard:
-    """What one data-parallel rank has of a flat group: its weights, and what its optimizer keeps for them."""
+    """A data-parallel rank's shard of a flat group: its weights, and the optimizer's slots for them."""
 
     file: str
     master: Stored
-    size: int  # of a padded shard
+    size: int  # elements, with padding
     slots: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,7 +49,9 @@ class FlatGroup:
 
 
 def in_turn(shapes: Mapping[str, Shape], *, size: int, gaps: Sequence[int] = ()) -> dict[str, list[Extent]]:
-    """ZeRO-1 and 2: parameters one behind the other, cut into shards of ``size``; ``gaps`` follow the parameters.
+    """The layout of ZeRO-1 and 2: parameters one behind the other, cut into shards of ``size`` elements.
+
+    ``gaps`` are the numbers of unused elements after each parameter.
 
     >>> in_turn({"a": (2, 2), "b": (3,)}, size=6)["b"]
     [Extent(rank=0, start=4, at=0, count=2), Extent(rank=1, start=0, at=2, count=1)]
@@ -70,7 +72,7 @@ def in_turn(shapes: Mapping[str, Shape], *, size: int, gaps: Sequence[int] = ())
 
 
 def side_by_side(shapes: Mapping[str, Shape], *, ranks: int) -> dict[str, list[Extent]]:
-    """ZeRO-3: every parameter is cut into ``ranks`` equal parts, the last one padded.
+    """The layout of ZeRO-3: every parameter is cut into ``ranks`` equal parts, the last one padded.
 
     >>> side_by_side({"a": (4,), "b": (3,)}, ranks=2)["b"]
     [Extent(rank=0, start=2, at=0, count=2), Extent(rank=1, start=2, at=2, count=1)]
@@ -87,12 +89,12 @@ def side_by_side(shapes: Mapping[str, Shape], *, ranks: int) -> dict[str, list[E
 
 
 def is_line(value: Any) -> bool:
-    """Whether this is an array of one dimension without gaps."""
+    """Whether a value is a stored array of one dimension without gaps."""
     return isinstance(value, Stored) and len(value.shape) == 1 and value.is_contiguous
 
 
 def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], name: str) -> TensorEntry:
-    """A parameter, or what belongs to it, as pieces of arrays that are lines."""
+    """A parameter, or a slot of it, as pieces of the ranks' flat arrays; ``CheckpointError`` if one is too short."""
     pieces: list[Piece] = []
     for extent in extents:
         if extent.rank >= len(arrays) or extent.start + extent.count > arrays[extent.rank].shape[0]:
@@ -119,7 +121,7 @@ def masters(groups: Sequence[FlatGroup]) -> dict[str, TensorEntry]:
 
 
 def slots(groups: Sequence[FlatGroup], left_out: list[str]) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps for each parameter: entries for flat arrays, and values that are the same for all."""
+    """The optimizer's slots of each parameter: entries for flat arrays, and values that are the same on all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         state: dict[str, Any] = {}
@@ -147,7 +149,7 @@ def slots(groups: Sequence[FlatGroup], left_out: list[str]) -> dict[str, dict[st
 
 
 def _is_flat(values: Sequence[Any], shards: Sequence[FlatShard]) -> bool:
-    """Padding is stripped from the weights, and from the optimizer's arrays only where they are *elastic*."""
+    """Whether a slot has an element for each of the shards'. Weights have no padding, slots do unless *elastic*."""
     return all(
         is_line(value) and value.shape[0] in (shard.size, shard.master.shape[0])
         for value, shard in zip(values, shards, strict=True)
@@ -164,7 +166,7 @@ def _is_value(values: Sequence[Any]) -> bool:
 def flat_groups(
     states: Sequence[Mapping[str, Any]], files: Sequence[str], shapes: list[dict[str, Shape]]
 ) -> list[FlatGroup]:
-    """The groups of all data-parallel ranks' optimizer states, of whichever stage."""
+    """The flat groups in all data-parallel ranks' optimizer states, of any ZeRO stage."""
     stage3 = "fp32_flat_groups" in states[0]
     key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
     per_rank = [list(_shards(state, key, file)) for state, file in zip(states, files, strict=True)]
@@ -202,7 +204,7 @@ def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[FlatShard
 
 
 def _check_sizes(group: FlatGroup, stage3: bool) -> None:
-    """A shard that is longer or shorter than its parameters was written by another run."""
+    """Refuses shards that are longer or shorter than their parameters: they are of another run."""
     ranks = len(group.shards)
     first, lengths = group.shards[0], [shard.master.shape[0] for shard in group.shards]
     which = ", ".join(list(group.shapes)[:3])

@@ -1,4 +1,4 @@
-"""A checkpoint in one file for each place of a layout, which only rules can put together.
+"""Reads a checkpoint that has one file for each place of a layout; only rules can put it together.
 
 ``rank{tp}.pt`` or ``stage{pp}/shard{tp}.safetensors``: a word in braces is an axis, and stands for a number.
 """
@@ -27,7 +27,10 @@ def recognise(path: Path) -> bool:
 
 
 def open(path: Path, rules: Rules | None = None) -> Catalogue:
-    """All files that fit, put together by the rules."""
+    """The catalogue of all files that fit the path, put together by the rules.
+
+    Raises ``UsageError`` without rules, ``CheckpointError`` if no file fits.
+    """
     if rules is None:
         raise UsageError(f"{path} has a file for each place; only rules can put them together", hint="rules=Rules(...)")
     root = Path(*path.parts[: _fixed(path)])
@@ -49,7 +52,7 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
 
 
 def _fixed(path: Path) -> int:
-    """How many of a path's folders have no axis in them."""
+    """The number of parts of a path before the first with an axis."""
     return next(number for number, part in enumerate(path.parts) if _AXIS.search(part))
 
 
@@ -70,7 +73,7 @@ def _found(path: Path, root: Path) -> list[tuple[Mapping[str, int], Path]]:
 
 
 def _below(root: Path, file: Path) -> Catalogue:
-    """A file's catalogue, its names relative to another folder."""
+    """A file's catalogue, with files named relative to ``root``."""
     module: ModuleType = hf if file.suffix == ".safetensors" else torchsave
     catalogue: Catalogue = module.open(file)
     folder = catalogue.root

@@ -1,4 +1,4 @@
-"""Safetensors as Hugging Face lays them out: one file, or several with an index; and as DCP writes them, in pieces.
+"""Safetensors files in Hugging Face's layout (one, or several with an index), and in DCP's, in pieces.
 
 DCP's shards (``HuggingFaceStorageWriter``) hold boxes of tensors, with the offset of each box in the header. The
 full shape of a tensor is written nowhere: it is where its boxes end, so a lost *last* shard shows only when
@@ -29,7 +29,7 @@ from holdfast.errors import CheckpointError, UsageError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = "sharded"  # the folder of DCP's shards, when it also writes whole tensors beside it
-SHARD_BYTES = 5_000_000_000  # how large a file gets before the next begins, as in transformers
+SHARD_BYTES = 5_000_000_000  # of a file before the next begins, as in transformers
 _NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -38,7 +38,7 @@ _INCOMPLETE = "download or copy it again"
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a safetensors file, or a folder of them under Hugging Face's or DCP's names."""
+    """Whether a path is a safetensors file, or a folder of them under Hugging Face's or DCP's names."""
     try:
         if path.is_file():
             with path.open("rb") as file:
@@ -49,7 +49,7 @@ def recognise(path: Path) -> bool:
 
 
 def open(path: Path) -> Catalogue:
-    """The catalogue of a model; with its tied names, if the file notes them as ``safetensors``' ``save_model`` does."""
+    """The catalogue of a model, with tied names if the file notes them as ``save_model`` of safetensors does."""
     root = path.parent if path.is_file() else path
     index = _read_index(path) if (path / INDEX).is_file() else {}
     names = [path.name] if path.is_file() else _files(path, index)
@@ -69,7 +69,7 @@ def open(path: Path) -> Catalogue:
 
 
 def _data_files(folder: Path) -> list[str]:
-    """Files by their names alone: one, numbered ones, or DCP's shards."""
+    """The data files of a folder, by their names alone: one, numbered ones, or DCP's shards."""
     names = sorted(os.listdir(folder))
     if SINGLE in names:
         return [SINGLE]
@@ -141,12 +141,14 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _TensorPart:
+    """A piece of a tensor in one file."""
+
     piece: Piece
     is_whole: bool  # the file says nothing of offsets
 
 
 def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_TensorPart]], dict[str, str]]:
-    """The parts of each tensor, and the names that are noted as second ones."""
+    """The parts of each tensor, and second names with their first ones."""
     parts: dict[str, list[_TensorPart]] = defaultdict(list)
     ties: dict[str, str] = {}
     for file in names:
@@ -181,14 +183,14 @@ def _ties(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _noted(tied: Mapping[str, str]) -> dict[str, str]:
-    """What a file notes of second names, so that :func:`_ties` finds them."""
+    """Metadata about second names, which :func:`_ties` reads."""
     bare = {second: first for second, first in tied.items() if "." not in second}
     dotted = {second: first for second, first in tied.items() if "." in second}
     return {**dotted, **({_TIED: json.dumps(bare)} if bare else {})}
 
 
 def _offsets(metadata: Mapping[str, str], where: Path) -> dict[str, Shape] | None:
-    """Where the boxes of a DCP shard lie in their tensors; None for an ordinary file."""
+    """The offsets of a DCP shard's boxes in their tensors; None for an ordinary file."""
     if _OFFSETS not in metadata:
         return None
     try:
@@ -215,7 +217,7 @@ def _entry(name: str, parts: list[_TensorPart], root: Path) -> TensorEntry:
 
 
 def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, max_shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes the model into a folder for ``from_pretrained``, or into one file if the path is called so.
+    """Writes the model into a folder for ``from_pretrained``, or into one file if the path ends in .safetensors.
 
     Of tied names the first is kept, and the file says which others are the same.
     """
@@ -262,7 +264,7 @@ def _model(catalogue: Catalogue) -> tuple[list[Array], dict[str, str]]:
 
 
 def split(arrays: Iterable[Array], limit: int) -> list[list[Array]]:
-    """Arrays in their order, cut where a file would become larger than the limit; a larger one is alone."""
+    """Arrays in their order, distributed over files of at most ``limit`` bytes; a larger array is alone."""
     shards: list[list[Array]] = [[]]
     size = 0
     for one in arrays:

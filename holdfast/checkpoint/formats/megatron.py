@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM and Megatron-core: torch_dist folders, and folders with a file for each rank.
+"""Reads checkpoints of Megatron-LM and Megatron-core: torch_dist folders, and folders with a file for each rank.
 
 A path may be an iteration's folder, or the folder of a run, of which the newest iteration is taken.
 """
@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a run's folder of Megatron's, or one of its iterations."""
+    """Whether a folder is a Megatron run's, or that of one of its iterations."""
     try:
         return path.is_dir() and ((path / LATEST).is_file() or is_dist(path) or is_legacy(path))
     except OSError:
@@ -34,7 +34,7 @@ def recognise(path: Path) -> bool:
 
 
 def open(path: Path, *, rules: Rules | None = None) -> Catalogue:
-    """The catalogue of a checkpoint. Rules are tried before those that are built in, and rename what needs none."""
+    """The catalogue of a checkpoint. A user's rules come before the built-in ones; torch_dist they can only rename."""
     folder = newest(path)
     left_out: list[str] = []
     states: Mapping[str, Any]
@@ -71,7 +71,7 @@ def newest(path: Path) -> Path:
 
 
 def _extras(states: Mapping[str, Any], left_out: list[str]) -> Tree:
-    """What there is beside tensors: the step, the schedule, and under "megatron" what else the first rank has."""
+    """The values beside tensors: the step, the schedule, and under "megatron" what else the first rank has."""
     rest = {key: value for key, value in states.items() if not _OWN.fullmatch(key)}
     tree = {"step": states.get("iteration"), "opt_param_scheduler": states.get("opt_param_scheduler")}
     found = {**tree, "megatron": {**rest, "args": args_of(states)}}
@@ -144,7 +144,7 @@ def _untensored(optimizer: Mapping[str, Any]) -> Tree:
 
 
 def _tree(entries: Mapping[str, TensorEntry], optimizer: Tree, new: Mapping[str, str]) -> Tree:
-    """Model and optimizer: tensors by their last names, and what else the optimizer has by its parameters' new ones."""
+    """The tree of model and optimizer; ``new`` leads from old names of tensors to the new ones."""
     called = {_keys(old)[1]: _keys(name)[-1] for old, name in new.items() if old.startswith("model/")}
     tree: Tree = {"model": {}}
     if optimizer["param_groups"]:

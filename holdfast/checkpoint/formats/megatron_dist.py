@@ -1,7 +1,7 @@
-"""Megatron's torch_dist: a folder of DCP, and beside it ``common.pt`` with what all ranks have in common.
+"""Reads Megatron's torch_dist: a folder of DCP, and beside it ``common.pt`` with what all ranks have in common.
 
-Its tensors are whole already. What is left to do: tell weights from the optimizer's state, and take apart what
-Megatron has put together (all layers in one tensor, or a rank's part flattened).
+Its tensors are whole already. This module tells weights from the optimizer's state, and takes apart what Megatron has
+put together (all layers in one tensor, or a rank's part flattened).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MASTER = "fp32_param"
 
 @dataclass(kw_only=True)
 class Whole:
-    """What a checkpoint holds, by names of parameters."""
+    """The content of a checkpoint, by names of parameters."""
 
     model: dict[str, TensorEntry] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Whole:
 
 
 def is_dist(path: Path) -> bool:
-    """Whether a folder is one of Megatron's distributed checkpoints, of any backend."""
+    """Whether a folder is a distributed checkpoint of Megatron, of any backend."""
     return (path / COMMON).is_file() and (path / _CONFIG).is_file()
 
 
 def read_dist(path: Path, left_out: list[str]) -> Whole:
-    """All of a torch_dist checkpoint; fp32 weights in the place of rounded ones."""
+    """Reads a torch_dist checkpoint, with fp32 weights in the place of rounded ones; ``left_out`` collects the rest."""
     _refuse_others(path)
     common = pickled.load(path / COMMON, root=path)
     if not isinstance(common, dict):
@@ -67,7 +67,7 @@ def read_dist(path: Path, left_out: list[str]) -> Whole:
 
 
 def _object(name: str) -> str:
-    """What to call something that is not a tensor: each rank has saved one."""
+    """A description of an object that is not a tensor, of which each rank has saved one."""
     name = name.partition("/shard_")[0]
     return EXTRA if name.endswith("_extra_state") else f"{name}: what each rank has of it"
 
@@ -83,7 +83,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def _settle_state(whole: Whole, path: Path, left_out: list[str]) -> None:
-    """Slots in the shapes of their parameters, a step for each, masters for weights, and groups with names.
+    """Completes the optimizer: slots in their parameters' shapes, a step for each, fp32 weights, groups with names.
 
     Which parameters a group has is not saved; it follows from Megatron's rule for groups.
     """
@@ -113,7 +113,7 @@ def _settle_state(whole: Whole, path: Path, left_out: list[str]) -> None:
 
 
 def _inner(optimizer: Any) -> dict[str, Any]:
-    """What all ranks have in common of torch's optimizer; of a chain of optimizers, their groups together."""
+    """The part of torch's optimizer that all ranks have in common; of a chain of optimizers, all groups together."""
     if not isinstance(optimizer, dict):
         return {}
     if optimizer and all(isinstance(key, int) for key in optimizer):

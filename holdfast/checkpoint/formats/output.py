@@ -1,4 +1,4 @@
-"""What all writers of foreign formats need: files that appear whole or not at all, and tensors read as they go."""
+"""Helpers of all writers of foreign formats: files that appear whole or not at all, and tensors read while written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from holdfast.errors import UsageError
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Another name to write a file or folder under; it gets its own when all of it is durable.
+    """A temporary name to write a file or folder under; it gets its own name when all of it is durable.
+
+    After an error nothing is left. ``UsageError`` if the path exists.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +49,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def array(catalogue: Catalogue, name: str, *, called: str | None = None) -> Array:
-    """A logical tensor that is read while it is written, under its own name or another."""
+    """A logical tensor as an array to write, which is read block by block; ``called`` is another name for it."""
     entry = find(catalogue, name)
     size = entry.dtype.itemsize
 
@@ -59,7 +61,7 @@ def array(catalogue: Catalogue, name: str, *, called: str | None = None) -> Arra
 
 
 def without_numpy(node: Any) -> Any:
-    """A part of a tree with plain tensors for what were numpy arrays: nobody else knows how they are marked.
+    """A part of a tree with plain tensors in the place of numpy arrays: other readers do not know our mark of those.
 
     >>> without_numpy({"rng": {"__numpy__": Ref(name="rng")}})
     {'rng': Ref(name='rng')}
@@ -72,7 +74,7 @@ def without_numpy(node: Any) -> Any:
 
 
 def with_arrays(catalogue: Catalogue, node: Any) -> Any:
-    """A part of the catalogue's tree with an array in each reference's place."""
+    """A part of the catalogue's tree with an array to write in the place of each reference."""
     if isinstance(node, Ref):
         return array(catalogue, node.name)
     if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Reads foreign pickles: no code of theirs runs, and no tensor is read, only where it lies.
+"""Reads foreign pickles without running their code; of tensors, only where they lie.
 
 A pickle is a program that may call anything it can import. Here it reaches what ``rebuild.ALLOWED`` lists and
 nothing else; objects of frameworks become :class:`Foreign` records, tensors become ``Stored``.
@@ -44,6 +44,7 @@ FOREIGN: Allow = {
     *(("pathlib", name) for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
 }
 FOREIGN_PACKAGES = ("deepspeed", "megatron")
+# Values without parts.
 _LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
 # Where on the stack the keys are that an instruction is about to put into a dict or set, and so to hash.
 _KEYS = {
@@ -82,7 +83,11 @@ class Foreign:
 
 
 def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, allow: Allow = ()) -> Any:
-    """What ``torch.save`` or ``pickle`` wrote into a file, or into some bytes of it, with ``Stored`` for tensors.
+    """Reads what ``torch.save`` or ``pickle`` wrote into a file, or into some bytes of it, with ``Stored`` for tensors.
+
+    ``root`` is the checkpoint's folder, to which names of files are relative; ``allow`` are further classes that may
+    appear, as :class:`Foreign`. Raises ``CheckpointError`` for a damaged file, and for a pickle that does more than
+    hold data.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +101,7 @@ def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, 
 
 
 class PickleFile:
-    """An open file from which pickles are read: one, or thousands of small ones at their offsets."""
+    """An open file with pickles: one, or thousands of small ones at their offsets."""
 
     def __init__(self, path: Path, *, root: Path) -> None:
         self.path, self.name = path, path.relative_to(root).as_posix()
@@ -117,7 +122,7 @@ class PickleFile:
         return cast(BinaryIO, io.BufferedReader(Window(self._fd, start=offset, length=length)))
 
     def load(self, *, offset: int = 0, length: int | None = None, allow: Allow = (), name: str = "") -> Any:
-        """What was saved there; ``name`` says in errors what it should be."""
+        """Reads what was saved at an offset, see :func:`load`; ``name`` says in errors what it should be."""
         where = f"{self.path} at byte {offset}" if offset or length is not None else str(self.path)
         where += f" ({name})" if name else ""
         length = self.bytes - offset if length is None else length
@@ -151,7 +156,7 @@ def _load(stream: BinaryIO, reader: _Reader, *, start: int, length: int) -> Any:
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise PickleRefused("it was not written on a little-endian machine", "only little-endian files are read")
     at = stream.tell()
-    # Where the storages are is told behind the tree that needs to know: so the tree is read twice.
+    # The places of the storages stand behind the tree that needs them, so the tree is read twice.
     reader.read(stream, lambda _: StorageSpan(offset=0, length=1 << 62), size=length)
     keys = reader.read(stream, None, size=length)
     itemsizes = {key: kind.dtype.itemsize for key, kind in reader.storages.items()}
@@ -170,15 +175,17 @@ class _Reader:
     storages: dict[str, StorageType] = field(default_factory=dict)
 
     def read(self, stream: BinaryIO, locate: Callable[[str], StorageSpan] | None, *, size: int) -> Any:
+        """The next pickle of a stream of ``size`` bytes; ``locate`` gives the bytes of a storage."""
         try:
             found = _Unpickler(stream, reader=self, locate=locate).load()
         except (PickleRefused, CheckpointError, OSError, RecursionError):
             raise
-        except Exception as error:  # bytes that are no pickle can lead to any
+        except Exception as error:  # bytes that are no pickle can raise anything
             raise PickleRefused(f"it is not a readable pickle, {error}", DAMAGED) from error
         return _Cleaner(file=self.file).clean(found, limit=size * _SHARING)
 
     def find(self, module: str, name: str) -> Any:
+        """The stand-in for a class or function that a pickle names; refuses all that are not listed."""
         # Pickles of protocol 2, as torch writes them, use the names of Python 2.
         wanted = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if wanted in ALLOWED:
@@ -201,7 +208,10 @@ def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one in Python: in the faster one, a pickle of ten bytes can claim 64 GB for its memo."""
+    """An unpickler that reaches only what its reader allows.
+
+    Based on the one in Python: in the faster one in C, a pickle of ten bytes can claim 64 GB for its memo.
+    """
 
     dispatch: ClassVar = {
         **pickle._Unpickler.dispatch,
@@ -214,11 +224,13 @@ class _Unpickler(pickle._Unpickler):
         self._known: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Called by pickle for each class or function."""
         if (module, name) not in self._known:
             self._known[module, name] = self._reader.find(module, name)
         return self._known[module, name]
 
     def persistent_load(self, pid: Any) -> RawStorage:
+        """Called by pickle for each storage of a tensor."""
         if self._locate is None or not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
             raise PickleRefused(f"its pickle refers to {shown(pid)}")
         _, kind, key, _, count, *view = pid
@@ -249,6 +261,7 @@ class _Cleaner:
     open: set[int] = field(default_factory=set)
 
     def clean(self, found: Any, *, limit: int) -> Any:
+        """The plain form of a tree of at most ``limit`` nodes; refuses loops."""
         made, size = self._clean(found)
         if size > limit:
             raise PickleRefused("its pickle repeats its own parts without end")
@@ -304,7 +317,7 @@ class _Cleaner:
 
 
 def _named(node: Any) -> Foreign:
-    """A class or function as a value: only what it is called."""
+    """A class or function that is a value in a pickle, as its name."""
     if isinstance(node, type) and issubclass(node, Stub):
         return Foreign(module=node.module, name=node.name)
     for (module, name), allowed in ALLOWED.items():

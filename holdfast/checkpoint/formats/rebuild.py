@@ -1,4 +1,4 @@
-"""What a foreign pickle may call: functions that check their arguments and make inert records.
+"""The functions that a foreign pickle may call. They check their arguments and make records that do nothing.
 
 Nothing here imports or runs what the pickle names. Whatever is handed to a pickle refuses ``__setstate__``,
 or else a pickle could change it after it was checked.
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-MOST_DIMENSIONS = 64
+MOST_DIMENSIONS = 64  # of a tensor, as in torch
 KEY_LIMIT = 1000  # parts of a key of a dict: tuples in tuples are hashed anew each time, and may double with each level
 EXPANDED_LIMIT = 64 << 20  # bytes: a tensor that repeats its storage (``expand``) may be no larger than this
 
 
 class PickleRefused(Exception):
-    """The pickle does something that it may not; ``hint`` says what to do."""
+    """An error: the pickle does something that it may not; ``hint`` says what the user can do."""
 
     def __init__(self, message: str, hint: str = "do not trust this file, unless you know why it does so") -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class PickleRefused(Exception):
 
 
 def shown(value: Any) -> str:
-    """A value in an error: not all of it, which may be endless."""
+    """A value as text for an error, cut off if it is long."""
     return reprlib.repr(value)
 
 
@@ -49,7 +49,7 @@ def check_keys(keys: Iterable[Any]) -> None:
 
 
 class Sealed:
-    """Base of what a pickle may hold but not change. A dataclass with slots would bring a way to do it."""
+    """Base of records that a pickle may hold but not change (a dataclass with slots would add a way to do so)."""
 
     def __setstate__(self, state: Any) -> None:
         raise PickleRefused("its pickle changes a tensor, storage or function after it was made")
@@ -67,7 +67,7 @@ class Call(Sealed):
 
 @dataclass(frozen=True)
 class StorageType(Sealed):
-    """Stands for ``torch.FloatStorage`` and its like."""
+    """A stand-in for ``torch.FloatStorage`` and the like."""
 
     dtype: torch.dtype
 
@@ -93,7 +93,7 @@ class RawTensor(Sealed):
 
 
 class Stub:
-    """An object of a class that is not imported: what it was made from and its state."""
+    """A stand-in for an object of a class that is not imported: its arguments and its state."""
 
     module = name = ""
 
@@ -120,7 +120,7 @@ def stub(module: str, name: str) -> type[Stub]:
 
 
 class Dict(dict[Any, Any]):
-    """Stands for dicts with attributes (a module's state_dict has ``_metadata``), which are dropped."""
+    """A stand-in for dicts with attributes (a module's state_dict has ``_metadata``), which are dropped."""
 
     def __init__(self, *args: Any) -> None:
         for items in args:
@@ -132,7 +132,7 @@ class Dict(dict[Any, Any]):
 
 
 class DefaultDict(Dict):
-    """Stands for a defaultdict, whose factory is dropped."""
+    """A stand-in for a defaultdict, whose factory is dropped."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -155,6 +155,7 @@ class NumpyType:
             )
 
     def read(self, data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """The elements in some bytes, flat; refuses bytes that do not fit the shape."""
         dtype = np.dtype(self.code)
         if not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
             raise PickleRefused(
@@ -164,7 +165,7 @@ class NumpyType:
 
 
 class RawArray:
-    """A numpy array, known when the pickle gives it its state."""
+    """A numpy array; its value comes when the pickle sets its state."""
 
     value: np.ndarray[Any, Any] | None = None  # of the class: a pickle need not call __init__
 
@@ -182,7 +183,7 @@ class RawArray:
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Whether torch could make a tensor of such a shape, were there memory enough; also of an empty one.
+    """Whether torch could make a tensor of a shape, given memory enough; sizes of empty tensors are bounded, too.
 
     >>> is_possible((0, 2**40)), is_possible((0, 2**70)), is_possible([1] * 65)
     (True, False, False)
@@ -284,7 +285,7 @@ def _scalar(kind: Any, data: Any) -> Any:
 
 
 class NumpyArrayType(Sealed):
-    """Stands for ``numpy.ndarray`` where it is an argument."""
+    """A stand-in for ``numpy.ndarray`` as an argument."""
 
 
 TENSOR = Call(lambda *_: _sizes(None))  # torch.Tensor as an argument; calling it is refused

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which arrays are where, checked byte by byte."""
+"""Reads the header of a safetensors file: which arrays lie where. Every number in it is checked."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIMIT = 100_000_000  # bytes of a header, as in safetensors itself
 
 @dataclass(kw_only=True)
 class Header:
-    """The arrays of a file, and what else was noted in its header."""
+    """The arrays of a file, and the texts in its header's ``__metadata__``."""
 
     arrays: dict[str, Stored] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
 
 
 def read_header(source: PickleFile, *, offset: int = 0) -> Header:
-    """The header of a file, or of what begins inside a file and goes on to its end."""
+    """Reads the header at ``offset`` of a file, whose arrays go on to its end; ``CheckpointError`` if it is damaged."""
     where = f"{source.path} at byte {offset}" if offset else str(source.path)
     with source.window(offset, source.bytes - offset) as stream:
         size = int.from_bytes(stream.read(8), "little")
@@ -71,7 +71,7 @@ def _array(name: str, item: Any, source: PickleFile, start: int, where: str) -> 
 
 
 def _check_order(arrays: dict[str, Stored], start: int, source: PickleFile, where: str) -> None:
-    """The arrays follow each other without gap or overlap, to the end of the file."""
+    """Refuses arrays that leave gaps, overlap, or do not end with the file."""
     at = start
     for name, stored in sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if stored.offset != at:

@@ -1,4 +1,4 @@
-"""``torch.save`` files: a zip of a pickle and one uncompressed record for each storage.
+"""Reads and writes ``torch.save`` files: a zip of a pickle and one uncompressed record for each storage.
 
 Read through :mod:`pickled`; written record by record, so that no more than a few megabytes are in memory.
 ``torch.load(…, weights_only=True)`` reads them back.
@@ -28,13 +28,13 @@ from holdfast.checkpoint.pieces import Catalogue, row_major
 from holdfast.checkpoint.safetensors_writer import Array
 from holdfast.errors import CheckpointError
 
-_ALIGN = 64  # torch aligns each storage to this, so that a mapped file can be used as it is
-_LARGE = 1 << 30  # from here on a record has the long form of a zip's header
+_ALIGN = 64  # bytes; torch aligns each storage to this, so that a mapped file can be used as it is
+_LARGE = 1 << 30  # bytes from which on a record gets the long form of a zip's header; it is needed from 4 GB on
 _LEGACY = pickle.dumps(LEGACY_MAGIC, protocol=2)
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a file that ``torch.save`` wrote, in the new or the old form."""
+    """Whether a file was written by ``torch.save``, in the new or the old form."""
     try:
         if not path.is_file():
             return False
@@ -56,7 +56,7 @@ def open(path: Path) -> Catalogue:
 
 
 def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
-    """Writes one file. Tied tensors share a storage, and the optimizer is what its ``load_state_dict`` takes."""
+    """Writes one file. Tied tensors share a storage; the optimizer has the form that ``load_state_dict`` takes."""
     tree = dict(catalogue.tree)
     if isinstance(tree.get("optimizer"), dict):
         tree["optimizer"] = numbered(in_model_order(catalogue))
@@ -67,7 +67,7 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
 
 
 def save(tree: Any, stream: BinaryIO, *, progress: Progress = silent) -> None:
-    """What ``torch.save`` does, for a tree with :class:`Array` leaves; arrays of one name share a storage."""
+    """Does what ``torch.save`` does, for a tree with :class:`Array` leaves; arrays of one name share a storage."""
     code = io.BytesIO()
     pickler = _Pickler(code, protocol=2)
     pickler.dump(tree)
@@ -100,7 +100,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, source: Array, progress: 
 
 
 class _FileTail(io.RawIOBase):
-    """The rest of a file, counted from here: a zip inside a larger file begins at its own zero."""
+    """The rest of a file as a file of its own: a zip inside of a larger file counts from its own begin."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._start = stream, stream.tell()
@@ -123,7 +123,7 @@ class _FileTail(io.RawIOBase):
 
 
 class _Storage:
-    """Stands in the pickle for the record of an array."""
+    """A stand-in for the record of an array, in the pickle."""
 
     def __init__(self, source: Array) -> None:
         self.source = source
@@ -138,6 +138,7 @@ class _Pickler(pickle.Pickler):
         self._keys: dict[str, int] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        """Called by pickle for each object."""
         if not isinstance(value, Array):
             return NotImplemented
         utils = torch._utils
@@ -147,6 +148,7 @@ class _Pickler(pickle.Pickler):
         return utils._rebuild_tensor_v3, (*layout, value.dtype)
 
     def persistent_id(self, value: Any) -> Any:
+        """Called by pickle for each object: the reference to a record for a stand-in, else None."""
         if not isinstance(value, _Storage):
             return None
         source = value.source
@@ -181,7 +183,7 @@ def in_model_order(catalogue: Catalogue) -> Tree:
 
 
 def _counted(names: list[str]) -> list[str]:
-    """Names as a module has them: what lies in one module together, and numbered modules in their order.
+    """Names in the order of a module: those of one submodule together, numbered submodules by number.
 
     >>> _counted(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "norm", "layers.10.w"])
     ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.10.w', 'norm']
@@ -206,7 +208,7 @@ def _counted(names: list[str]) -> list[str]:
 
 
 def numbered(optimizer: Tree) -> Tree:
-    """The form that a plain ``Optimizer.load_state_dict`` takes: numbers, with the names beside them.
+    """An optimizer in the form that ``Optimizer.load_state_dict`` takes: by numbers, with the names beside them.
 
     >>> numbered({"state": {"b": {}}, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]})
     {'state': {1: {}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1, 'param_names': ['a', 'b']}]}

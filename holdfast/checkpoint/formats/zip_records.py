@@ -1,6 +1,6 @@
-"""What can be checked in files of other formats: the CRC that a zip has of each of its records.
+"""Checks files of other formats by the CRC that a zip has of each of its records.
 
-A file of torch.save is a zip; one of DCP is many of them, one behind the other. Safetensors files have none;
+A file of torch.save is a zip, one of DCP is many zips, one behind the other. Safetensors files have no checksums;
 their headers are checked whenever they are opened.
 """
 
@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 from holdfast.checkpoint.disk import BLOCK
 from holdfast.checkpoint.formats.archive import Window
 
-ZIP = b"PK\x03\x04"
+ZIP = b"PK\x03\x04"  # begins a record of a zip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,18 @@ class Zone:
 
 
 class Unreadable(Exception):
-    """A file does not have the structure that it should have; the sentence says where."""
+    """An error: a file does not have the structure that it should have. Says where."""
 
 
 def zones_of(fd: int, size: int) -> list[Zone]:
-    """What to read of a file, so that every byte of data is seen and every checksum is compared."""
+    """The zones of a file that cover all its data: the records of zips, or blocks without a checksum."""
     if os.pread(fd, 4, 0) == ZIP:
         return [*_zipped(fd, size)]
     return [Zone(start=at, stop=min(at + BLOCK, size)) for at in range(0, size, BLOCK)]
 
 
 def _zipped(fd: int, end: int) -> Iterator[Zone]:
-    """The records of each zip in the file. A zip says at its end where it begins, so they are met last to first."""
+    """The records of all zips in a file, the last zip first: a zip says at its end where it begins."""
     while end > 0:
         window = cast(BinaryIO, io.BufferedReader(Window(fd, start=0, length=end)))
         try:
@@ -72,7 +72,7 @@ def _record(fd: int, info: zipfile.ZipInfo, known: bool) -> Zone:
 
 
 def crc_of(fd: int, zone: Zone) -> Iterator[tuple[int, int]]:
-    """Reads a zone; gives, for each part, how many bytes it has and the CRC of all up to there."""
+    """Reads a zone block by block; gives each block's length and the CRC of all bytes so far."""
     crc, at = 0, zone.start
     while at < zone.stop:
         data = os.pread(fd, min(BLOCK, zone.stop - at), at)

@@ -1,7 +1,4 @@
-"""Layouts that cannot be derived are described by rules: which fragments of which holders make up a tensor.
-
-``docs/checkpoint-rules.md`` teaches the language; what does not fit its rule is refused by name.
-"""
+"""Assembles logical tensors out of fragments, by rules; a fragment that does not fit its rule is refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from holdfast.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """What one holder has of a tensor.
+    """The part of a tensor that one holder has.
 
     ``place`` says where the holder stands along each axis of the layout, e.g. ``{"tp": 0, "pp": 1}``.
     ``unflattened`` is the shape before it was flattened, for a ``Flat`` fragment. ``stored`` is where its
@@ -45,14 +42,15 @@ class Fragment:
 
     @property
     def where(self) -> str:
+        """The place as text, for errors."""
         return ", ".join(f"{axis} {at}" for axis, at in self.place.items()) or "no place"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laid:
-    """A logical tensor and the parts of fragments that hold it; where boxes are equal, the parts are copies.
+    """A logical tensor and the parts of fragments that hold it. Parts with the same box are copies.
 
-    ``mean``: each part is other values for all of it, and the tensor is their mean.
+    ``mean``: each part has other values for the whole tensor, which is their mean.
     """
 
     shape: Shape
@@ -64,8 +62,9 @@ class Laid:
 def lay_out(fragments: Sequence[Fragment], rules: Rules, *, axes: Mapping[str, int] | None = None) -> dict[str, Laid]:
     """The logical tensors that fragments make up, by their new names; from names, shapes and places alone.
 
-    An axis has as many places as the fragments show, or as ``axes`` says where that is known: only then is
-    it noticed that the last holder is missing altogether.
+    An axis has as many places as ``axes`` says, or else as the fragments show; then nobody notices that the last
+    holder is missing altogether. Raises ``CheckpointError`` for fragments that do not fit their rule, ``UsageError``
+    for rules that do not match every tensor exactly once.
 
     >>> from holdfast.checkpoint.rules import Shard
     >>> halves = [Fragment(name="w", shape=(2,), dtype=torch.float32, place={"tp": i}, holder=i) for i in range(2)]
@@ -94,7 +93,7 @@ def lay_out(fragments: Sequence[Fragment], rules: Rules, *, axes: Mapping[str, i
 def merge(
     fragments: Sequence[Fragment], rules: Rules, *, axes: Mapping[str, int] | None = None
 ) -> dict[str, TensorEntry]:
-    """The logical tensors that stored fragments make up. Copies are all kept; see :func:`copies`."""
+    """The logical tensors that stored fragments make up, as :func:`lay_out`; keeps all copies, see :func:`copies`."""
     entries = {}
     for name, laid in lay_out(fragments, rules, axes=axes).items():
         pieces = tuple(piece for part in laid.parts for piece in _pieces(fragments[part.fragment], part))
@@ -147,8 +146,11 @@ def _spot(fragment: Fragment) -> frozenset[tuple[str, int]]:
 def _rule_of(
     members: Sequence[tuple[Fragment, Target]], placed: Mapping[tuple[str, frozenset[tuple[str, int]]], Fragment]
 ) -> Rule:
-    """The rule of a tensor. A slot goes by its parameter's only if it has the parameter's shape on each holder;
-    a single number, such as a step, cannot have been cut."""
+    """The rule of a tensor.
+
+    A slot goes by its parameter's rule only if it has the parameter's shape on each holder. A single number, such as
+    a step, cannot have been cut: it is the same everywhere.
+    """
     rules = {target.rule for _, target in members}
     if len(rules) > 1:
         raise Misfit(f"tensors of different rules get this name: {', '.join(sorted(rule.match for rule in rules))}")
@@ -186,7 +188,7 @@ def _lay_out_one(members: Mapping[int, Fragment], rule: Rule, sizes: Mapping[str
     for index, one in members.items():
         member = PlacedFragment(index=index, place=one.place, shape=one.shape, unflattened=one.unflattened)
         sets.setdefault(tuple(one.place[axis] for axis in (stray if mean else same)), []).append(member)
-    if mean:  # of copies, one is enough
+    if mean:  # copies of a value must not count twice
         sets = {at: group[:1] for at, group in sets.items()}
     blocks = [assemble(group, rule.steps, sizes) for group in sets.values()]
     _refuse_unlike(blocks, members)
@@ -195,7 +197,7 @@ def _lay_out_one(members: Mapping[int, Fragment], rule: Rule, sizes: Mapping[str
 
 
 def _varying(members: Sequence[Fragment]) -> list[str]:
-    """The axes along which a tensor has fragments at several places; each place has one."""
+    """The axes along which a tensor's fragments lie at several places; refuses two fragments at one place."""
     first = members[0]
     seen: dict[frozenset[tuple[str, int]], Fragment] = {}
     for one in members:
@@ -223,7 +225,7 @@ def _refuse_unlike(blocks: Sequence[TensorBlock], members: Mapping[int, Fragment
 
 
 def _pieces(fragment: Fragment, part: FragmentPart) -> Iterator[Piece]:
-    """The arrays that hold a part of a fragment."""
+    """The pieces of a logical tensor that a part of a stored fragment gives."""
     assert fragment.stored is not None, f"{fragment.name} of holder {fragment.holder} is not stored"
     entry = fragment.stored if isinstance(fragment.stored, TensorEntry) else entry_of(fragment.stored)
     assert entry.shape == fragment.shape, f"{fragment.name} is stored as {entry.shape}, not {fragment.shape}"

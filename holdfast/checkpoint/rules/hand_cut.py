@@ -1,4 +1,4 @@
-"""Rules for a script whose tensors are cut by hand: what each rank's plain tensors are parts of."""
+"""Rules in a script that has cut its tensors by hand: where each rank's plain tensors lie in the logical ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """A plain tensor of a rank, as the others need to know it."""
+    """Shape and dtype of a rank's plain tensor, which the other ranks need to know."""
 
     shape: Shape
     dtype: torch.dtype
@@ -23,7 +23,11 @@ class Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What a rank's tensor is of the logical one: boxes of that, each with its place in the rank's own."""
+    """The place of a rank's tensor in the logical one.
+
+    ``shape`` is the logical tensor's, ``own`` the rank's; ``boxes`` are pairs of a box in the logical tensor and the
+    box in the rank's own that holds it.
+    """
 
     shape: Shape
     own: Shape
@@ -46,7 +50,7 @@ def _view(tensor: torch.Tensor, box: Box, inner: Box) -> torch.Tensor:
 def locals_of(
     tensors: Sequence[Mapping[str, Plain]], places: Sequence[Mapping[str, int]], rules: Rules
 ) -> list[dict[str, Local]]:
-    """For each rank, what its tensors are. Pure: all ranks have the same answer, or the same error.
+    """For each rank, the places of its tensors in the logical ones. Pure: all ranks get the same result, or error.
 
     >>> from holdfast.checkpoint.rules import Rule, Shard
     >>> half = Plain(shape=(2, 3), dtype=torch.float32)

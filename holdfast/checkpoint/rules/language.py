@@ -1,4 +1,4 @@
-"""Rules as a user writes them, in Python or YAML, and which of them a tensor goes by."""
+"""Rules as users write them, in Python or YAML, and the choice of the rule that a tensor goes by."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from holdfast.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Says of the tensors whose whole name the regular expression ``match`` matches what their fragments are.
+    """A rule for the tensors whose whole name the regular expression ``match`` matches.
 
-    ``copies`` are the axes along which holders have the same. ``rename`` is the new name, with ``\\1`` for
-    the first group of ``match``. A rule without a pattern only renames, before the others are looked at.
+    ``pattern`` says how their fragments make up a tensor. ``copies`` are the axes along which holders have the same.
+    ``rename`` is the new name, with ``\\1`` for the first group of ``match``. A rule without a pattern only renames,
+    before the others are looked at. Raises ``UsageError`` if it contradicts itself.
 
     >>> Rule(match=r"old\\.(.*)", rename=r"new.\\1").renamed("old.weight")
     'new.weight'
@@ -53,13 +54,13 @@ class Rule:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """How the tensor was cut, the outermost cut first."""
+        """The cuts of the tensor, the outermost first."""
         if isinstance(self.pattern, tuple):
             return self.pattern
         return (self.pattern,) if isinstance(self.pattern, Shard | Flat) else ()
 
     def renamed(self, name: str) -> str:
-        """The new name of a tensor that the rule matches."""
+        """The new name of a tensor whose name the rule matches."""
         found = self.regex.fullmatch(name)
         assert found is not None
         return name if self.rename is None else found.expand(self.rename)
@@ -67,9 +68,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a tensor goes by: its rule, the name the rule saw (after rules that only rename), and its last name.
+    """The rule that a tensor goes by.
 
-    ``follows`` is the parameter whose rule it is, for an optimizer's slot that has none of its own.
+    ``seen`` is the name that the rule matched (after rules that only rename), ``name`` the final one. ``follows`` is
+    the parameter whose rule it is, for an optimizer's slot without a rule of its own.
     """
 
     rule: Rule
@@ -108,18 +110,18 @@ class Rules:
         return cls(_rule(node, f"{where}rule {number}") for number, node in enumerate(nodes, 1))
 
     def over(self, base: Rules) -> Rules:
-        """These rules, and for what they do not match those of ``base``, which need not match anything."""
+        """These rules, and those of ``base`` for tensors that they do not match; the latter may match nothing."""
         return Rules(self.rules, base=base if self.base is None else self.base.over(base))
 
     def targets(self, names: Iterable[str]) -> dict[str, Target]:
-        """What each tensor goes by."""
+        """The rule of each tensor. ``UsageError`` if a tensor matches none or several, or a rule matches no tensor."""
         names, used = list(dict.fromkeys(names)), set[Rule]()
         targets = {name: self._target(name, used) for name in names}
         self._refuse_idle(used, names)
         return targets
 
     def renames(self, names: Iterable[str]) -> dict[str, str]:
-        """New names, for a checkpoint whose layout is known: there a rule may do nothing but rename."""
+        """New names for a checkpoint whose layout is known. ``UsageError`` if a rule says more than a rename."""
         for rule in self.rules:
             if rule.pattern is not None:
                 raise UsageError(f"{rule} describes a layout that is known without rules", hint="keep the rename alone")
@@ -146,7 +148,10 @@ class Rules:
         return name if found is None else _renamed(found[0], name, found[1])
 
     def _find(self, name: str, *, layout: bool, used: set[Rule]) -> tuple[Rule, str | None] | None:
-        """The rule for a name; a slot goes by its own name first, then by its parameter's, which is returned too."""
+        """The rule for a name, and the parameter whose rule it is if it is not the name's own.
+
+        A slot goes by its own name first, then by its parameter's.
+        """
         rules = [rule for rule in self.rules if (rule.pattern is not None) == layout]
         for tried in filter(None, (name, parameter_of(name))):
             hits = [rule for rule in rules if rule.regex.fullmatch(tried)]
@@ -164,7 +169,7 @@ class Rules:
                 raise UsageError(f"{rule} matches no tensor", hint=f"the tensors are {some(names, 5) or 'none at all'}")
 
 
-SLOTS = "optimizer/state/"
+SLOTS = "optimizer/state/"  # begins the names of slots: optimizer/state/<parameter>/<slot>
 
 
 def parameter_of(name: str) -> str | None:
@@ -192,7 +197,7 @@ def _renamed(rule: Rule, name: str, follows: str | None) -> str:
 
 
 class _NoTwins(yaml.SafeLoader):
-    """YAML's own rule for a key that stands twice is to take the last, in silence."""
+    """A YAML loader that refuses a key that stands twice; YAML itself takes the last one in silence."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]

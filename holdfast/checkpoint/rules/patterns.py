@@ -1,7 +1,7 @@
-"""How fragments make up a tensor: pure geometry, from shapes and places alone.
+"""The patterns by which fragments make up a tensor: pure geometry, from shapes and places alone.
 
-A *fragment* is what one holder has of a tensor. A pattern says what the fragments are of each other; steps
-(``Shard``, ``Flat``) may stand inside one another, the outermost first. ``assemble`` turns them into a block:
+A *fragment* is the part of a tensor that one holder has. A pattern says how the fragments relate to each other; steps
+(``Shard``, ``Flat``) may stand inside one another, the outermost first. ``assemble`` turns fragments into a block:
 boxes of the whole, each with the box of the fragment that holds it.
 """
 
@@ -19,12 +19,12 @@ Run = tuple[int, int]  # start in the whole, length
 
 
 class Misfit(Exception):
-    """Fragments that cannot be what their rule says; the caller adds the tensor's name."""
+    """Fragments that do not fit their rule; the caller adds the tensor's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentPart:
-    """A box of a logical tensor, and where it lies inside a fragment (an index).
+    """A box of a logical tensor, and the box of a fragment (given by its index) that holds it.
 
     Both boxes have the same shape, unless the fragment is flat: then ``local`` is a range of it.
     """
@@ -36,7 +36,7 @@ class FragmentPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBlock:
-    """A tensor or a part of one: its shape, what it is made of, and its shape before it was flattened."""
+    """A tensor or a part of one: its shape, the parts of fragments in it, and its shape before it was flattened."""
 
     shape: Shape
     parts: tuple[FragmentPart, ...]
@@ -45,22 +45,22 @@ class TensorBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unique:
-    """One holder has all of it."""
+    """Pattern: one holder has the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicate:
-    """Every holder has all of it, and the same: copies along every axis."""
+    """Pattern: every holder has the whole tensor, all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partial:
-    """Every holder has other values for all of it; the tensor is their mean. Lossy, so it is never assumed."""
+    """Pattern: every holder has other values for the whole tensor, which is their mean. Lossy, so never assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Consecutive parts along ``dim``, one for each place along ``axis``.
+    """Pattern: consecutive parts along ``dim``, one for each place along ``axis``.
 
     ``size`` is the tensor's size along ``dim`` where padding was added at its end. ``parts`` are the sizes of
     the tensors that were fused along ``dim`` (or how many of equal size): each holder has its part of every
@@ -90,7 +90,10 @@ class Shard:
                 raise UsageError(f"a part of {part} cannot be cut into {self.groups} equal groups")
 
     def runs(self, sizes: Sequence[int]) -> tuple[int, list[list[Run]]]:
-        """The size of the whole along ``dim``, and what each holder's rows are, in the order it has them."""
+        """The size of the whole along ``dim``, and for each holder the runs of rows it has, in its order.
+
+        ``sizes`` are the holders' sizes along ``dim``; ``Misfit`` if they do not fit.
+        """
         if self.parts is None:
             starts = list(itertools.accumulate(sizes, initial=0))
             total = starts[-1] if self.size is None else self.size
@@ -142,7 +145,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flat:
-    """Consecutive ranges of the flattened tensor, one for each place along ``axis``; padding at the end.
+    """Pattern: consecutive ranges of the flattened tensor, one for each place along ``axis``; padding at the end.
 
     ``shape`` is the shape before it was flattened, where the fragments do not say it themselves.
     """
@@ -177,7 +180,7 @@ Pattern = Unique | Replicate | Partial | Shard | Flat | tuple[Step, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedFragment:
-    """A fragment among those of its tensor: its index, where it lies, and its shape."""
+    """A fragment at its place among those of its tensor: its index, where it lies, and its shape."""
 
     index: int
     place: Mapping[str, int]
@@ -214,7 +217,7 @@ def assemble(members: Sequence[PlacedFragment], steps: Sequence[Step], sizes: Ma
 
 
 def _moved(block: TensorBlock, source: Box, target: Box) -> Iterator[FragmentPart]:
-    """What a block has of one of its boxes, for a whole in which that box lies elsewhere."""
+    """The parts of a block that lie in the box ``source``, moved to the box ``target`` of a larger whole."""
     for part in block.parts:
         common = part.box.intersect(source)
         if common is None:
@@ -238,7 +241,7 @@ def _within(part: FragmentPart, box: Box) -> Iterator[tuple[Box, Box]]:
 
 
 def _stretches(shape: Shape, box: Box) -> Iterator[tuple[Box, int]]:
-    """Boxes that make up a box and are consecutive when the tensor is flattened, with where they start."""
+    """Boxes that make up a box and are consecutive in the flattened tensor, with the element each starts at."""
     cut = max((d for d, n in enumerate(shape) if box.shape[d] != n), default=0)  # behind it, all is whole
     for index in itertools.product(*map(range, box.shape[:cut])):
         offset = (*(o + i for o, i in zip(box.offset, index, strict=False)), *box.offset[cut:])

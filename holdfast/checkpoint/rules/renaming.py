@@ -1,4 +1,4 @@
-"""New names for the tensors of a checkpoint, everywhere they occur."""
+"""Gives the tensors of a checkpoint new names, everywhere they occur."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "model/"
 
 
 def renamed(catalogue: Catalogue, rules: Rules) -> Catalogue:
-    """A catalogue under the names that rules give; they may do nothing else, its layout being known."""
+    """A catalogue under the names that rules give. ``UsageError`` if they do more than rename."""
     names = rules.renames(catalogue.tensors)
     new = {old.removeprefix(MODEL): name.removeprefix(MODEL) for old, name in names.items() if old.startswith(MODEL)}
     return replace(
