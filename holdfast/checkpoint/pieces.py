@@ -269,6 +269,15 @@ def name_of(path: Sequence[Any]) -> str:
     return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in path)
 
 
+def path_of(name: str) -> list[str]:
+    """The keys of the path whose name this is (as texts): the inverse of :func:`name_of`.
+
+    >>> path_of("model/a%2Fb")
+    ['model', 'a/b']
+    """
+    return [key.replace("%2F", "/").replace("%25", "%") for key in name.split("/")]
+
+
 def catalogue_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     """Replaces each ``Stored`` or ``TensorEntry`` in nested dicts, lists and tuples by a ``Ref``, and collects them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.checkpoint.pieces import NUMPY, Box, Catalogue, Ref, name_of
@@ -75,6 +75,15 @@ def refs(node: Any) -> Iterator[Ref]:
     elif isinstance(node, list | tuple):
         for value in node:
             yield from refs(value)
+
+
+def replace_refs(node: Any, change: Callable[[Ref], Any]) -> Any:
+    """A part of a tree with ``change(ref)`` in the place of every reference to a tensor."""
+    if isinstance(node, Ref):
+        return change(node)
+    if isinstance(node, dict):
+        return {key: replace_refs(value, change) for key, value in node.items()}
+    return type(node)(replace_refs(value, change) for value in node) if isinstance(node, list | tuple) else node
 
 
 def dicts(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], dict[Any, Any]]]:

@@ -111,7 +111,7 @@ def test_cast_rounds_the_models_floats_alone(source: Path, tmp_path: Path) -> No
     for name, tensor in into["model"].items():
         assert torch.equal(tensor, expected[name].bfloat16() if expected[name].is_floating_point() else expected[name])
     assert into["optimizer"]["state"]["layer.weight"]["exp_avg"].dtype == torch.float32
-    with pytest.raises(UsageError, match="--dtype int3 is not known"):
+    with pytest.raises(UsageError, match="int3"):
         cast(open_checkpoint(source), "int3")
 
 
@@ -120,7 +120,7 @@ def test_sections(source: Path, tmp_path: Path) -> None:
     part = open_checkpoint(tmp_path / "part")
     assert list(part.tree) == ["model", "step"]
     assert all(name.startswith("model/") for name in part.tensors)
-    with pytest.raises(CheckpointError, match="has no section 'ema'"):
+    with pytest.raises(CheckpointError, match="'ema'"):
         select(open_checkpoint(source), ["ema"])
 
 
@@ -135,7 +135,7 @@ def test_what_a_format_cannot_hold(source: Path) -> None:
     assert left_behind(catalogue, "hf") == ["optimizer (12 tensors)", "step", "data", marks]
     with pytest.raises(CheckpointError, match="has no model"):
         left_behind(select(catalogue, ["step"]), "hf")
-    with pytest.raises(UsageError, match="no writer for 'megatron'"):
+    with pytest.raises(UsageError, match="'megatron'"):
         left_behind(catalogue, "megatron")
 
 
@@ -213,7 +213,7 @@ def test_values_that_our_index_cannot_hold(source: Path, tmp_path: Path) -> None
 
 def test_what_is_there_is_not_replaced_unless_asked(source: Path, tmp_path: Path) -> None:
     convert.convert(open_checkpoint(source), tmp_path / "b", "holdfast")
-    with pytest.raises(UsageError, match=r"b exists already \(--overwrite"):
+    with pytest.raises(UsageError, match="--overwrite"):
         convert.convert(open_checkpoint(source), tmp_path / "b", "hf")
     save(tmp_path / "other", {"model": {"w": torch.ones(3)}})
     convert.convert(open_checkpoint(tmp_path / "other"), tmp_path / "b", "hf", overwrite=True)

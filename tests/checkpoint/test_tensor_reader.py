@@ -211,7 +211,7 @@ def test_a_gap_is_refused_by_name(
     missing = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
     catalogue = store.catalogue(**{"model/w": TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces))})
     out = torch.zeros(shape, dtype=torch.int16 if cast else dtype)
-    with pytest.raises(CheckpointError, match=r"no piece holds .* of model/w"):
+    with pytest.raises(CheckpointError, match="model/w"):
         tensor_reader.read(catalogue, [Want(name="model/w", box=whole(shape), out=out)])
     assert not numbers_of(out).any()  # and nothing was read
     for piece in pieces:
@@ -268,7 +268,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
             file.write(b"\xff")
         good = Box(offset=(6 * 1024,), shape=(1024,))
         assert torch.equal(read_tensor(catalogue, "w", good), values[6 * 1024 : 7 * 1024])
-        with pytest.raises(CheckpointError, match=r"a\.bin is damaged between bytes 20480 and 24576 \(it holds w\)"):
+        with pytest.raises(CheckpointError, match=r"a\.bin.*20480.*24576.*\bw\b"):
             read_tensor(catalogue, "w")
 
 
@@ -281,7 +281,7 @@ def test_a_damaged_block_names_some_of_what_it_holds(tmp_path: Path) -> None:
             shape=(10,), dtype=torch.int32, pieces=(Piece(box=whole((10,)), stored=piece.stored.part(box)),)
         )
     (tmp_path / "a.bin").write_bytes(b"\xff" * 4000)
-    with pytest.raises(CheckpointError, match=r"\(it holds t0, t1, t2 and 2 more\)"):
+    with pytest.raises(CheckpointError, match="t0, t1, t2"):
         read_tensor(catalogue, "t4")
 
 
@@ -289,19 +289,19 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
     for checked in (True, False):
         catalogue, _ = line_of(tmp_path, 5000, checked=checked)
         os.truncate(tmp_path / "a.bin", 4100)
-        with pytest.raises(CheckpointError, match=r"a\.bin ends at byte 4100"):
+        with pytest.raises(CheckpointError, match=r"a\.bin.*4100"):
             read_tensor(catalogue, "w")
 
 
 def test_a_file_that_goes_after_it_was_opened(tmp_path: Path) -> None:
     catalogue, _ = line_of(tmp_path, 5000)
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"a\.bin does not exist"):
+    with pytest.raises(CheckpointError, match=r"a\.bin"):
         read_tensor(catalogue, "w")
 
 
 def test_a_name_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no tensor nobody"):
+    with pytest.raises(CheckpointError, match="nobody"):
         read_tensor(Catalogue(format="test", root=tmp_path), "nobody")
 
 

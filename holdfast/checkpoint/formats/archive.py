@@ -19,6 +19,20 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first thing pickled in a file of th
 DAMAGED = "it may be damaged; copy it again"
 
 
+ZIP = b"PK\x03\x04"  # begins each record of a zip
+ZIP_HEADER = 30  # bytes of a record's header before its name
+
+
+def header_length(begin: bytes) -> int | None:
+    """The length of a zip record's header, name and extra field, from its first 30 bytes; None if it is no header.
+
+    The zip's directory has these lengths, too, but those of the header may differ, and these count.
+    """
+    if len(begin) < ZIP_HEADER or begin[:4] != ZIP:
+        return None
+    return ZIP_HEADER + int.from_bytes(begin[26:28], "little") + int.from_bytes(begin[28:30], "little")
+
+
 class Window(io.RawIOBase):
     """Some bytes of an open file, as a read-only file of their own.
 
@@ -91,10 +105,9 @@ class Archive:
             raise CheckpointError(
                 f"{self._where}: record {name} is compressed or encrypted", hint="unpack and zip it -0"
             )
-        header = self._bytes(info.header_offset, 30)  # the two lengths here may differ from the directory's
-        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        skip = header_length(self._bytes(info.header_offset, ZIP_HEADER))
+        if skip is None:
             raise CheckpointError(f"{self._where}: record {name} has no header", hint=DAMAGED)
-        skip = 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         offset = info.header_offset + skip
         if offset + info.file_size > self._length:
             raise CheckpointError(f"{self._where} is cut off inside record {name}", hint="copy it again")

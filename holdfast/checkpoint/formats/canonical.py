@@ -17,6 +17,7 @@ import torch
 from holdfast.checkpoint.formats.files import files_of
 from holdfast.checkpoint.formats.pickled import Foreign
 from holdfast.checkpoint.pieces import Catalogue, Ref, Stored, TensorEntry, catalogue_tree, entry_of, name_of
+from holdfast.checkpoint.trees import groups_of
 from holdfast.errors import CheckpointError
 
 # Names that scripts give to a section, by its canonical name.
@@ -197,10 +198,7 @@ def _optimizer(optimizer: Tree, model: Iterable[str], where: Path) -> Tree:
 
 def groups_in(optimizer: Tree) -> list[Tree] | None:
     """The groups of what ``Optimizer.state_dict`` gives; None for anything else."""
-    groups, state = optimizer.get("param_groups"), optimizer.get("state", {})
-    if not isinstance(groups, list) or not isinstance(state, dict):
-        return None
-    return groups if all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) else None
+    return groups_of(optimizer) if isinstance(optimizer.get("state", {}), dict) else None
 
 
 def _by_name(state: dict[Any, Any], groups: list[Tree], where: Path) -> tuple[dict[Any, Any], list[Tree]]:

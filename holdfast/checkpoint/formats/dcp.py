@@ -16,6 +16,7 @@ import torch
 
 from holdfast.checkpoint.coverage import check_tiling
 from holdfast.checkpoint.formats import dcp_write, pickled
+from holdfast.checkpoint.formats.archive import ZIP
 from holdfast.checkpoint.formats.canonical import assemble
 from holdfast.checkpoint.formats.pickled import Foreign, PickleFile
 from holdfast.checkpoint.formats.safetensors_header import Header, read_header
@@ -193,7 +194,7 @@ class _Parts:
     def tensor(self, place: ByteRange, name: str, box: Box, dtype: torch.dtype) -> Stored:
         """Where the elements of one box lie; ``CheckpointError`` if they are not what the table says."""
         with self.source.window(place.offset, 4) as begin:
-            zipped = begin.read(4) == b"PK\x03\x04"
+            zipped = begin.read(4) == ZIP
         if zipped:
             stored = self.source.load(offset=place.offset, length=place.length, name=name)
         else:  # torch's SerializationFormat.SAFETENSORS: all tensors of a file in one, at the place of each

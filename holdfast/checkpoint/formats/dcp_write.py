@@ -42,15 +42,9 @@ PART = 256 << 20  # bytes: a loading rank has to hold a whole part in memory, ev
 Keys = tuple[str | int, ...]
 
 
-def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, flat_optimizer: bool = False) -> None:
-    """Writes a folder of one data file and its table.
-
-    ``flat_optimizer`` is for scripts that load with ``StateDictOptions(flatten_optimizer_state_dict=True)``: it
-    gives every parameter its own settings in the place of groups.
-    """
+def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
+    """Writes a folder of one data file and its table."""
     tree = without_numpy(catalogue.tree)
-    if flat_optimizer and isinstance(tree.get("optimizer"), dict):
-        tree["optimizer"] = _flat_optimizer(tree["optimizer"])
     table = _TableWriter()
     with appearing(path) as folder, explained(folder, "write"):
         folder.mkdir()
@@ -151,21 +145,3 @@ def _parts(whole: Array) -> Iterator[tuple[tuple[int, ...], Array]]:
 
         part = Array(name=whole.name, dtype=whole.dtype, shape=(count, *whole.shape[1:]), fill=fill)
         yield (first, *(0,) * (len(whole.shape) - 1)), part
-
-
-def _flat_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, slots in optimizer.get("state", {}).items():
-        flat.update({".".join(("state", str(name), *map(str, keys))): leaf for keys, leaf in _slots(slots, ())})
-    for group in optimizer.get("param_groups", []):
-        for name in group["params"]:
-            flat.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
-    return flat
-
-
-def _slots(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if not isinstance(node, dict):
-        yield path, node
-        return
-    for key, value in node.items():
-        yield from _slots(value, (*path, key))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats.deepspeed_states import Column
-from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, name_of, row_major
+from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, name_of, path_of, row_major
 from holdfast.checkpoint.rules import Fragment, Partial, Pattern, Replicate, Rule, Rules, Shard, merge
 from holdfast.errors import CheckpointError, UsageError
 
@@ -80,8 +80,7 @@ def _entries(column: Column) -> Iterator[tuple[str, TensorEntry]]:
 
 def _parameter(name: str) -> str:
     """The key of a parameter in the model, from the name of a tensor of it."""
-    key = name.removeprefix("model/") if name.startswith("model/") else name.split("/")[2]
-    return key.replace("%2F", "/").replace("%25", "%")
+    return path_of(name)[1 if name.startswith("model/") else 2]
 
 
 # --- what DeepSpeed's lists of patterns say --------------------------------------------------------

@@ -22,7 +22,7 @@ from holdfast.checkpoint.formats.deepspeed_extras import KEPT, OWN
 from holdfast.checkpoint.formats.output import appearing
 from holdfast.checkpoint.pieces import Catalogue, Ref, Shape
 from holdfast.checkpoint.tensor_reader import read_tensor
-from holdfast.checkpoint.trees import some
+from holdfast.checkpoint.trees import replace_refs, some
 from holdfast.errors import CheckpointError
 from holdfast.words import count
 
@@ -106,13 +106,7 @@ class _Plan:
 
     def read(self, value: Any) -> Any:
         """A value of the tree, with its tensors read."""
-        if isinstance(value, Ref):
-            return read_tensor(self.catalogue, value.name)
-        if isinstance(value, dict):
-            return {key: self.read(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self.read(item) for item in value)
-        return value
+        return replace_refs(value, lambda ref: read_tensor(self.catalogue, ref.name))
 
     def fits(self, name: str, value: Any) -> bool:
         """Whether DeepSpeed can hold a slot: one element for each element of the parameter."""

@@ -15,7 +15,7 @@ from holdfast.checkpoint.formats.files import files_of, pointer_of
 from holdfast.checkpoint.formats.megatron_dist import Whole, is_dist, read_dist
 from holdfast.checkpoint.formats.megatron_legacy import AXES, Rank, args_of, is_legacy, read_ranks
 from holdfast.checkpoint.formats.megatron_rules import built_in
-from holdfast.checkpoint.pieces import Catalogue, Stored, TensorEntry, catalogue_tree, name_of
+from holdfast.checkpoint.pieces import Catalogue, Stored, TensorEntry, catalogue_tree, name_of, path_of
 from holdfast.checkpoint.rules import Fragment, Rules, merge
 from holdfast.checkpoint.trees import merge_trees
 from holdfast.errors import CheckpointError, UsageError
@@ -145,20 +145,16 @@ def _untensored(optimizer: Mapping[str, Any]) -> Tree:
 
 def _tree(entries: Mapping[str, TensorEntry], optimizer: Tree, new: Mapping[str, str]) -> Tree:
     """The tree of model and optimizer; ``new`` leads from old names of tensors to the new ones."""
-    called = {_keys(old)[1]: _keys(name)[-1] for old, name in new.items() if old.startswith("model/")}
+    called = {path_of(old)[1]: path_of(name)[-1] for old, name in new.items() if old.startswith("model/")}
     tree: Tree = {"model": {}}
     if optimizer["param_groups"]:
         groups = [{**g, "params": [called[name] for name in g["params"]]} for g in optimizer["param_groups"]]
         state = {called[name]: dict(slots) for name, slots in optimizer["state"].items()}
         tree["optimizer"] = plain({"state": state, "param_groups": groups})
     for name, entry in entries.items():
-        *keys, last = _keys(name)
+        *keys, last = path_of(name)
         node = tree
         for key in keys:
             node = node.setdefault(key, {})
         node[last] = entry
     return tree
-
-
-def _keys(name: str) -> list[str]:
-    return [key.replace("%2F", "/").replace("%25", "%") for key in name.split("/")]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.disk import Bytes, explained, sync_folder
-from holdfast.checkpoint.pieces import NUMPY, Catalogue, Ref
+from holdfast.checkpoint.pieces import NUMPY, Catalogue
 from holdfast.checkpoint.safetensors_writer import Array
 from holdfast.checkpoint.tensor_reader import find, read_range
+from holdfast.checkpoint.trees import replace_refs
 from holdfast.errors import UsageError
 
 
@@ -63,6 +64,7 @@ def array(catalogue: Catalogue, name: str, *, called: str | None = None) -> Arra
 def without_numpy(node: Any) -> Any:
     """A part of a tree with plain tensors in the place of numpy arrays: other readers do not know our mark of those.
 
+    >>> from holdfast.checkpoint.pieces import Ref
     >>> without_numpy({"rng": {"__numpy__": Ref(name="rng")}})
     {'rng': Ref(name='rng')}
     """
@@ -75,10 +77,4 @@ def without_numpy(node: Any) -> Any:
 
 def with_arrays(catalogue: Catalogue, node: Any) -> Any:
     """A part of the catalogue's tree with an array to write in the place of each reference."""
-    if isinstance(node, Ref):
-        return array(catalogue, node.name)
-    if isinstance(node, dict):
-        return {key: with_arrays(catalogue, value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(with_arrays(catalogue, value) for value in node)
-    return node
+    return replace_refs(node, lambda ref: array(catalogue, ref.name))

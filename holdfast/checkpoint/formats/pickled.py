@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 
-from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, Archive, StorageSpan, Window, legacy_spans
+from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, ZIP, Archive, StorageSpan, Window, legacy_spans
 from holdfast.checkpoint.formats.rebuild import (
     ALLOWED,
     NumpyType,
@@ -143,7 +143,7 @@ class PickleFile:
 
 
 def _load(stream: BinaryIO, reader: _Reader, *, start: int, length: int) -> Any:
-    if stream.read(4) == b"PK\x03\x04":
+    if stream.read(4) == ZIP:
         archive = Archive(stream, start=start, length=length, where=reader.where)
         code = archive.read("data.pkl")
         return reader.read(io.BytesIO(code), lambda key: archive.span(f"data/{key}"), size=len(code))

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from holdfast.checkpoint.disk import BLOCK
-from holdfast.checkpoint.formats.archive import Window
-
-ZIP = b"PK\x03\x04"  # begins a record of a zip
+from holdfast.checkpoint.formats.archive import ZIP, ZIP_HEADER, Window, header_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +58,9 @@ def _zipped(fd: int, end: int) -> Iterator[Zone]:
 
 
 def _record(fd: int, info: zipfile.ZipInfo, known: bool) -> Zone:
-    header = os.pread(fd, 30, info.header_offset)
-    if len(header) < 30 or header[:4] != ZIP:
+    skip = header_length(os.pread(fd, ZIP_HEADER, info.header_offset))
+    if skip is None:
         raise Unreadable(f"record {info.filename} has no header at byte {info.header_offset}")
-    skip = 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     start = info.header_offset + skip
     plain = info.compress_type == zipfile.ZIP_STORED
     return Zone(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.checkpoint.pieces import Catalogue, Ref
+from holdfast.checkpoint.pieces import Catalogue, Ref, path_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.checkpoint.trees import is_optimizer, refs
 
@@ -60,5 +60,5 @@ def _moved(key: Any, item: Any, names: Mapping[str, str], depth: int) -> Any:
     for ref in refs(item):
         new = names.get(ref.name, ref.name)
         if new != ref.name:
-            return new.split("/")[depth].replace("%2F", "/").replace("%25", "%")
+            return path_of(new)[depth]
     return key

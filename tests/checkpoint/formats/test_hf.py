@@ -163,12 +163,12 @@ def test_lost_and_doubled_shards_of_dcp(by_two_ranks: tuple[Path, dict[str, Any]
     with pytest.raises(CheckpointError, match=r"two parts of .* overlap"):
         hf.open(path)
     second.unlink()
-    with pytest.raises(CheckpointError, match=r"shard-00002.*is missing"):
+    with pytest.raises(CheckpointError, match=r"shard-00002"):
         hf.open(path)
     (path / second.name.replace("shard-00002", "shard-00003")).rename(second)
     assert hf.open(path).tensors, "the control"
     first.unlink()
-    with pytest.raises(CheckpointError, match=r"shard-00001.*is missing"):
+    with pytest.raises(CheckpointError, match=r"shard-00001"):
         hf.open(path)
 
 
@@ -260,7 +260,7 @@ def test_a_set_of_files_that_is_not_whole(tmp_path: Path) -> None:
     second = "model-00002-of-00003.safetensors"
     lost = write_sharded(tmp_path / "lost")
     (lost / second).unlink()
-    with pytest.raises(CheckpointError, match=rf"{second}, which holds scalar, is missing"):
+    with pytest.raises(CheckpointError, match=rf"{second}.*scalar"):
         hf.open(lost)
     (lost / hf.INDEX).unlink()
     with pytest.raises(CheckpointError, match=rf"{second} is missing"):
@@ -268,10 +268,10 @@ def test_a_set_of_files_that_is_not_whole(tmp_path: Path) -> None:
 
     wrong = write_sharded(tmp_path / "wrong")
     change_index(wrong, **{"a.bias": second})
-    with pytest.raises(CheckpointError, match=rf"{second} has no a\.bias"):
+    with pytest.raises(CheckpointError, match=rf"{second}.*a\.bias"):
         hf.open(wrong)
     change_index(wrong, **{"a.bias": None, "c": second})
-    with pytest.raises(CheckpointError, match=rf"{second} has no c"):
+    with pytest.raises(CheckpointError, match=rf"{second}.*\bc\b"):
         hf.open(wrong)
     change_index(wrong, c="../lost/" + second)
     with pytest.raises(CheckpointError, match="outside of its folder"):
@@ -282,7 +282,7 @@ def test_a_set_of_files_that_is_not_whole(tmp_path: Path) -> None:
 
     double = write_sharded(tmp_path / "double")
     save_file({"scalar": WEIGHTS["scalar"], "a.bias": WEIGHTS["a.bias"], "empty": WEIGHTS["empty"]}, double / second)
-    with pytest.raises(CheckpointError, match=rf"a\.bias is in model-00001-of-00003.safetensors and in {second}"):
+    with pytest.raises(CheckpointError, match=rf"a\.bias.*model-00001-of-00003.*{second}"):
         hf.open(double)
 
     mixed = write_sharded(tmp_path / "mixed")
@@ -340,7 +340,7 @@ def test_a_path_with_the_suffix_is_one_file(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no model"):
         hf.write(catalogue_of({"rng": torch.ones(1), "step": 1}, tmp_path), tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"the model's x is a int"):
+    with pytest.raises(CheckpointError, match=r"\bx\b.*int"):
         hf.write(catalogue_of({"model": {"w": torch.ones(1), "x": 3}}, tmp_path), tmp_path / "out")
     assert os.listdir(tmp_path) == ["source.pt"]
 

@@ -101,7 +101,7 @@ def test_yaml_that_makes_no_sense_is_refused(text: str, message: str) -> None:
 
 
 def test_a_missing_file_of_rules_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none\.yaml: the rules cannot be read"):
+    with pytest.raises(UsageError, match=r"none\.yaml"):
         Rules.from_yaml(tmp_path / "none.yaml")
 
 
