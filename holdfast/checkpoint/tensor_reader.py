@@ -12,16 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.disk import (
-    BLOCK,
-    THREADS,
-    Bytes,
-    Progress,
-    round_up,
-    silent,
-)
+from holdfast.checkpoint.disk import BLOCK, THREADS, Bytes, Progress, round_up, silent
 from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Shape, Stored, TensorEntry, flat_boxes, take_out, whole
 from holdfast.checkpoint.transfer import FileSpan, Transfer, carry_out
+from holdfast.checkpoint.trees import box_text
 from holdfast.errors import CheckpointError
 
 SPAN = 2 * BLOCK  # bytes of a file that a strided part may span; larger ones are cut, to bound the memory of a read
@@ -161,16 +155,10 @@ def _sources(catalogue: Catalogue, name: str, box: Box, pieces: Sequence[Piece])
     for piece in pieces:
         inside, left = take_out(left, piece.box)
         found += [(piece, common) for common in inside]
-    _refuse_gaps(catalogue, name, left)
-    return found
-
-
-def _refuse_gaps(catalogue: Catalogue, name: str, left: Sequence[Box]) -> None:
     if left:
-        where = ", ".join(f"[{o}, {o + n})" for o, n in zip(left[0].offset, left[0].shape, strict=True)) or "the value"
-        raise CheckpointError(
-            f"{catalogue.root}: no piece holds {where} of {name}", hint="the checkpoint is incomplete"
-        )
+        reason = f"{catalogue.root}: no piece holds {box_text(left[0])} of {name}"
+        raise CheckpointError(reason, hint="the checkpoint is incomplete")
+    return found
 
 
 def _transfers(stored: Stored, tensor: torch.Tensor, name: str) -> Iterator[Transfer]:

@@ -46,7 +46,7 @@ class Damage:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values."""
-        return {**{name: getattr(self, name) for name in ("file", "start", "stop", "what")}, "tensors": [*self.tensors]}
+        return {**vars(self), "tensors": [*self.tensors]}
 
 
 @dataclass(kw_only=True)

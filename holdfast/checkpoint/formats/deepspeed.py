@@ -53,8 +53,11 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
     told = (model.get("universal_checkpoint_info") for model in ranks.models.values())
     info: dict[str, Any] = next(filter(None, told), {})
     column = join_columns(columns, info, rules, where=ranks.folder)
-    left_out = list(dict.fromkeys(reason for one in columns for reason in one.left_out))
-    return assemble(folder, column, ranks, left_out, pointer_of(folder, path, "latest"))
+    column.left_out = list(dict.fromkeys(reason for one in columns for reason in one.left_out))
+    tree = tree_of(column, ranks.models, ranks.optims, numbered=not column.groups)
+    read = [*pointer_of(folder, path, "latest"), *_names(ranks.files)]
+    details = {"tensor_parallel": ranks.tps, "pipeline": ranks.pps, "data_parallel": ranks.dps}
+    return catalogue_of("deepspeed", folder, column, tree, read, details)
 
 
 def read_ranks(folder: Path) -> RankFiles:
@@ -116,33 +119,36 @@ def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], fil
     return saved or 1 + max(dp for _, dp in [*files.optim, *files.model])
 
 
-def assemble(folder: Path, column: Column, ranks: RankFiles, left_out: list[str], read: list[str]) -> Catalogue:
-    """The catalogue of a joined column; ``read`` are files that were read beside those of the ranks."""
-    order = list(ranks.models[0, 0].get("module") or {})
-    tree: dict[str, Any] = {"model": model_of(column, order)}
+def tree_of(
+    column: Column, models: Mapping[Place, dict[str, Any]], optims: Mapping[Place, dict[str, Any]], *, numbered: bool
+) -> dict[str, Any]:
+    """The tree of a joined column and the values beside it; see :func:`extras` for ``numbered``."""
+    rank = {name: number for number, name in enumerate(models[0, 0].get("module") or {})}
+    model: dict[str, TensorEntry | Ref] = dict(column.weights)
+    model.update({second: Ref(name=name_of(("model", first))) for second, first in column.tied.items()})
+    # In the model's order, where it is known.
+    tree: dict[str, Any] = {"model": dict(sorted(model.items(), key=lambda item: rank.get(item[0], len(rank))))}
     if column.groups:
         tree["optimizer"] = {"state": column.state, "param_groups": column.groups}
-    tree.update(extras(ranks.models, ranks.optims, left_out, numbered=not column.groups))
+    return {**tree, **extras(models, optims, column.left_out, numbered=numbered)}
+
+
+def catalogue_of(
+    format: str, folder: Path, column: Column, tree: dict[str, Any], read: list[str], details: Mapping[str, Any]
+) -> Catalogue:
+    """The catalogue of a column and its tree; ``read`` are the files that were read."""
     tree, tensors = catalogue_tree(tree)
     return Catalogue(
-        format="deepspeed",
+        format=format,
         root=folder,
         tensors=tensors,
         tree=tree,
-        files=files_of(folder, tensors, [*read, *_names(ranks.files)]),
+        files=files_of(folder, tensors, read),
         tied=column.tied,
         frozen=tuple(column.frozen),
         buffers=tuple(name for name in column.buffers if name in column.weights),
-        details={"left_out": left_out, "tensor_parallel": ranks.tps, "pipeline": ranks.pps, "data_parallel": ranks.dps},
+        details={"left_out": column.left_out, **details},
     )
-
-
-def model_of(column: Column, order: list[str]) -> dict[str, TensorEntry | Ref]:
-    """The model's tensors, in the model's order where it is known."""
-    rank = {name: number for number, name in enumerate(order)}
-    model: dict[str, TensorEntry | Ref] = dict(column.weights)
-    model.update({second: Ref(name=name_of(("model", first))) for second, first in column.tied.items()})
-    return dict(sorted(model.items(), key=lambda item: rank.get(item[0], len(rank))))
 
 
 def _names(files: TagFiles) -> list[str]:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats import pickled
-from holdfast.checkpoint.formats.deepspeed import model_of
-from holdfast.checkpoint.formats.deepspeed_extras import extras
+from holdfast.checkpoint.formats.deepspeed import catalogue_of, tree_of
 from holdfast.checkpoint.formats.deepspeed_files import INCOMPLETE, names_in, sort_files, tag_folder
 from holdfast.checkpoint.formats.deepspeed_states import Column, add_frozen, add_module, add_tied, read_states
 from holdfast.checkpoint.formats.deepspeed_tp import renamed_by
 from holdfast.checkpoint.formats.deepspeed_universal_write import REST, SLOTS, write
-from holdfast.checkpoint.formats.files import files_of, pointer_of
-from holdfast.checkpoint.pieces import Catalogue, Shape, Stored, catalogue_tree, entry_of
+from holdfast.checkpoint.formats.files import pointer_of
+from holdfast.checkpoint.pieces import Catalogue, Shape, Stored, entry_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.errors import CheckpointError
 
@@ -82,25 +81,10 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
     _add_groups(column, source)
     _add_rest(column, source)
     column = renamed_by(column, rules)
-    left_out = column.left_out
-    tree: dict[str, Any] = {"model": model_of(column, list(source.models[0, 0].get("module") or {}))}
-    if column.groups:
-        tree["optimizer"] = {"state": column.state, "param_groups": column.groups}
-    tree.update(extras(source.models, {(0, 0): source.optimizer}, left_out, numbered=False))
+    tree = tree_of(column, source.models, {(0, 0): source.optimizer}, numbered=False)
     _restore(tree)
-    tree, tensors = catalogue_tree(tree)
     read = [*pointer_of(folder, path, POINTER), *sorted(source.files)]
-    return Catalogue(
-        format="deepspeed-universal",
-        root=source.folder,
-        tensors=tensors,
-        tree=tree,
-        files=files_of(folder, tensors, read),
-        tied=column.tied,
-        frozen=tuple(column.frozen),
-        buffers=tuple(name for name in column.buffers if name in column.weights),
-        details={"left_out": left_out},
-    )
+    return catalogue_of("deepspeed-universal", folder, column, tree, read, {})
 
 
 def _restore(tree: dict[str, Any]) -> None:

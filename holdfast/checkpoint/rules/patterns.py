@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint.pieces import Box, Shape, flat_boxes, row_major, whole
 from holdfast.errors import UsageError
 
-Run = tuple[int, int]  # start in the whole, length
+Rows = tuple[int, int]  # the first row in the whole, and how many
 
 
 class Misfit(Exception):
@@ -89,7 +89,7 @@ class Shard:
             if self.groups and part % self.groups:
                 raise UsageError(f"a part of {part} cannot be cut into {self.groups} equal groups")
 
-    def runs(self, sizes: Sequence[int]) -> tuple[int, list[list[Run]]]:
+    def runs(self, sizes: Sequence[int]) -> tuple[int, list[list[Rows]]]:
         """The size of the whole along ``dim``, and for each holder the runs of rows it has, in its order.
 
         ``sizes`` are the holders' sizes along ``dim``; ``Misfit`` if they do not fit.
@@ -249,9 +249,9 @@ def _stretches(shape: Shape, box: Box) -> Iterator[tuple[Box, int]]:
         yield Box(offset=offset, shape=((1,) * cut + box.shape[cut:])), start
 
 
-def _chunked(parts: Sequence[int], holders: int) -> list[list[Run]]:
+def _chunked(parts: Sequence[int], holders: int) -> list[list[Rows]]:
     """Each holder's chunk of each part, cut as ``torch.chunk`` does: the last may be smaller, or empty."""
-    runs: list[list[Run]] = [[] for _ in range(holders)]
+    runs: list[list[Rows]] = [[] for _ in range(holders)]
     begin = 0
     for part in parts:
         step = -(-part // holders)
@@ -262,7 +262,7 @@ def _chunked(parts: Sequence[int], holders: int) -> list[list[Run]]:
     return runs
 
 
-def _grouped(parts: Sequence[int], groups: int, holders: int) -> list[list[Run]]:
+def _grouped(parts: Sequence[int], groups: int, holders: int) -> list[list[Rows]]:
     """Each holder's groups, and in each group a slice of every part."""
     starts = list(itertools.accumulate(parts, initial=0))
     return [
