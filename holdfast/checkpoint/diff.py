@@ -113,7 +113,7 @@ class Comparison:
 
     @property
     def bytes(self) -> int:
-        """How many bytes :meth:`run` will read."""
+        """The number of bytes that :meth:`run` will read."""
         return sum(self.a.tensors[pair.a].nbytes + self.b.tensors[pair.b].nbytes for pair in self.pairs)
 
     def run(self, *, progress: Progress = silent) -> CheckpointDiff:

@@ -85,6 +85,7 @@ def _box(tensor: DTensor, name: str) -> Box | None:
 
 def _axes(tensor: DTensor, dim: int, name: str) -> Sequence[int]:
     """The axes of the mesh that cut a dimension, in the order in which they do."""
+    # Newer DTensors say the order themselves; in older ones, and with strided shards, the split factors tell it.
     known = tensor._spec.shard_order
     strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
     if known is not None and not strided:

@@ -294,6 +294,8 @@ class Filler:
         if not isinstance(node, dict):
             raise CheckpointError(f"{self.catalogue.root}: {name_of(path)} is not a module's state")
         targets, inner = {**tensors_of(part.module), **part.absent}, unwrap(part.module)
+        # Only a module's own parameters and buffers are filled in place. Values that its state_dict makes up (extra
+        # state, hooks) are given to its load_state_dict. Tied names share memory, and are filled once.
         own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers(), *filter(None, part.absent.values()))}
         memory = {name: memory_of(target) for name, target in targets.items() if id(target) in own}
         known = {memory[name] for name in memory if name in node} - {None}

@@ -30,7 +30,7 @@ class Absent:
 
     @property
     def held(self) -> Held:
-        """No part of the tensor."""
+        """Held parts of the tensor on this worker: none."""
         return Held(shape=tuple(self.tensor.shape), dtype=self.tensor.dtype, parts=(), derived=True)
 
 
@@ -246,7 +246,7 @@ class _Walker:
             self._sampled = isinstance(value, nn.Parameter)
             section[name] = ref = self.walk(part.absent.get(name, value), (*path, name))
             self._sampled = False
-            if isinstance(ref, Ref) and ref.name != name_of((*path, name)):
+            if isinstance(ref, Ref) and ref.name != name_of((*path, name)):  # the memory was seen under another name
                 first = next((n for n, other in section.items() if other == ref), None)
                 if first not in (None, name):
                     self.out.tied[name] = str(first)

@@ -237,7 +237,7 @@ class DataFile:
 
 @dataclass(kw_only=True)
 class Catalogue:
-    """What a checkpoint holds, whatever its format.
+    """The content of a checkpoint of any format, without its data.
 
     ``tree`` is what was saved, with a ``Ref`` for each tensor. A model is a dict of names. An optimizer is
     what ``torch.optim.Optimizer.state_dict`` gives, with names of parameters in the place of numbers where

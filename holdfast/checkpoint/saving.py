@@ -170,6 +170,7 @@ class Save:
         # From here on only pure functions of these texts: all ranks come to the same plan, or to the same error.
         self._holdings, held = [_holdings(said) for said in self._all], described.held
         if rules is not None:
+            # Tensors that a script has cut by hand are boxes of larger ones: replace what the ranks said of them.
             cut = locals_of([_plain(said) for said in self._all], [said["place"] for said in self._all], rules)
             self._holdings = [{**mine, **_cut(mine, parts)} for mine, parts in zip(self._holdings, cut, strict=True)]
             mine = cut[ranks.rank]
@@ -178,7 +179,7 @@ class Save:
                 **together(ranks, "save", lambda: {n: one.held(held[n].parts[0].tensor) for n, one in mine.items()}),
             }
         self._tree = merge_trees([codec.decode(said["tree"], lambda name: Ref(name=name)) for said in self._all])
-        self._jobs = share(self._holdings)
+        self._jobs = share(self._holdings)  # for each rank, the boxes that it writes
         jobs = self._jobs[ranks.rank]
         self.image = together(ranks, "save", lambda: Image([_array(job, held) for job in jobs]))
 

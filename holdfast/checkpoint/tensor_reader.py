@@ -163,7 +163,7 @@ def _sources(catalogue: Catalogue, name: str, box: Box, pieces: Sequence[Piece])
 
 def _transfers(stored: Stored, tensor: torch.Tensor, name: str) -> Iterator[Transfer]:
     target = _numbers(tensor)
-    if stored.is_contiguous and target.flags.c_contiguous:
+    if stored.is_contiguous and target.flags.c_contiguous:  # plain bytes: one transfer for each block of the file
         line = target.reshape(-1).view(np.uint8)
         start, end = stored.offset, stored.offset + stored.nbytes
         for first in _cuts(start, end):

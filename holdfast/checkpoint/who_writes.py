@@ -109,6 +109,7 @@ def _holders(name: str, inventories: Sequence[Inventory]) -> dict[Box, list[int]
 def _tiling(name: str, shape: Shape, found: dict[Box, list[int]]) -> dict[Box, list[int]]:
     chosen: dict[Box, list[int]] = {}
     left = [whole(shape)]
+    # Largest first: where some workers hold the whole and others parts of it, the whole is written.
     for box in sorted(found, key=lambda b: (-b.numel, b.offset)):
         inside, rest = take_out(left, box)
         covered = sum(common.numel for common in inside)

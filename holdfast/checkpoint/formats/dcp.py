@@ -192,7 +192,7 @@ class _Parts:
     headers: dict[int, Header] = field(default_factory=dict)
 
     def tensor(self, place: ByteRange, name: str, box: Box, dtype: torch.dtype) -> Stored:
-        """Where the elements of one box lie; ``CheckpointError`` if they are not what the table says."""
+        """The array of one box; ``CheckpointError`` if it is not what the table says."""
         with self.source.window(place.offset, 4) as begin:
             zipped = begin.read(4) == ZIP
         if zipped:

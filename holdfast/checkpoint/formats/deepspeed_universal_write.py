@@ -122,7 +122,7 @@ class _Plan:
 
 
 def changes(catalogue: Catalogue) -> list[str]:
-    """What :func:`write` changes in a checkpoint, in words."""
+    """Changes that :func:`write` makes to a checkpoint, in words."""
     plan = _Plan.of(catalogue)
     said = []
     if filled := plan.filled_in:

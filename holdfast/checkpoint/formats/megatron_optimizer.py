@@ -47,7 +47,7 @@ def named_optimizer(
 
 
 def _inner(optimizer: Any) -> tuple[dict[str, Any], list[Any]]:
-    """What torch's optimizer saved, and the fp32 weights beside it."""
+    """The state of torch's own optimizer, and the fp32 weights beside it."""
     if not isinstance(optimizer, dict):
         raise Nameless("has a chain of optimizers")
     masters = optimizer.get("fp32_from_fp16_params") or []

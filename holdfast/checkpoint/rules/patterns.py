@@ -131,6 +131,7 @@ class Shard:
                     f"its shards differ in more than dim {self.dim}: "
                     f"{self.axis} 0 has the shape {first}, {self.axis} {i} {block.shape}"
                 )
+        # Each holder's rows along dim, and where they belong in the whole: move every part of its block there.
         total, runs = self.runs([block.shape[dim] for block in blocks])
         parts: list[FragmentPart] = []
         for block, mine in zip(blocks, runs, strict=True):
@@ -166,6 +167,7 @@ class Flat:
         parts: list[FragmentPart] = []
         start = 0
         for block, size in zip(blocks, sizes, strict=True):
+            # A range of the flattened tensor is no box, but a few: part of a row, whole rows, part of a row.
             for box in flat_boxes(shape, start, min(start + size, count)):
                 begin = sum(o * s for o, s in zip(box.offset, row_major(shape), strict=True))
                 local = Box(offset=(begin - start,), shape=(box.numel,))
