@@ -20,18 +20,7 @@ from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_fo
 from holdfast.checkpoint.formats import deepspeed_universal_write, format_of, recognise
 from holdfast.checkpoint.formats.output import appearing
 from holdfast.checkpoint.formats.torchsave import in_model_order
-from holdfast.checkpoint.pieces import (
-    NUMPY,
-    Catalogue,
-    DataFile,
-    Piece,
-    Ref,
-    Stored,
-    TensorEntry,
-    name_of,
-    row_major,
-    whole,
-)
+from holdfast.checkpoint.pieces import NUMPY, Catalogue, DataFile, Ref, TensorEntry, dense, entry_of, name_of
 from holdfast.checkpoint.safetensors_writer import Array, Image
 from holdfast.checkpoint.tensor_reader import Want, flat_wants, read
 from holdfast.checkpoint.trees import dicts, groups_of, refs
@@ -221,19 +210,16 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
             image, fill = _image(catalogue, names)
             sums = write_blocks(unfinished / file, image.size, fill, progress=progress)
             files[file] = DataFile(bytes=image.size, checksums=sums, writer=writer)
-            tensors.update({name: _entry(catalogue.tensors[name], file, image.offsets[name]) for name in names})
+            for name in names:
+                old = catalogue.tensors[name]
+                stored = dense(file=file, offset=image.offsets[name], dtype=old.dtype, shape=old.shape)
+                tensors[name] = entry_of(stored)
         left_out = [*catalogue.details.get("left_out", ()), *dropped]
         kept = {key: catalogue.details[key] for key in ("ranks",) if key in catalogue.details}
         details = {**kept, "converted_from": catalogue.format, **({"left_out": left_out} if left_out else {})}
         tensors = {name: tensors[name] for name in catalogue.tensors}
         made = replace(catalogue, root=unfinished, tensors=tensors, tree=tree, files=files, details=details)
         index.commit(made, save)
-
-
-def _entry(entry: TensorEntry, file: str, offset: int) -> TensorEntry:
-    stored = Stored(file=file, offset=offset, dtype=entry.dtype, shape=entry.shape, strides=row_major(entry.shape))
-    piece = Piece(box=whole(entry.shape), stored=stored)
-    return TensorEntry(shape=entry.shape, dtype=entry.dtype, pieces=(piece,))
 
 
 def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:

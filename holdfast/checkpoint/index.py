@@ -30,19 +30,7 @@ from holdfast.checkpoint.disk import (
     sync_folder,
     write_durably,
 )
-from holdfast.checkpoint.pieces import (
-    Box,
-    Catalogue,
-    DataFile,
-    Piece,
-    Ref,
-    Shape,
-    Stored,
-    TensorEntry,
-    row_major,
-    take_out,
-    whole,
-)
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, take_out, whole
 from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS
 from holdfast.errors import CheckpointError
 
@@ -299,13 +287,7 @@ def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[
     left = [whole(shape)] if math.prod(shape) else []
     for number, position, offset, size in item["pieces"]:
         box = Box(offset=_counts(offset), shape=_counts(size))
-        stored = Stored(
-            file=names[_count(number)],
-            offset=_count(position),
-            dtype=dtype,
-            shape=box.shape,
-            strides=row_major(box.shape),
-        )
+        stored = dense(file=names[_count(number)], offset=_count(position), dtype=dtype, shape=box.shape)
         if stored.offset + stored.span > files[stored.file].bytes:
             raise ValueError(f"a piece of {name} lies outside of {stored.file}")
         pieces.append(Piece(box=box, stored=stored))

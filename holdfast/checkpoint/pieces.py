@@ -182,12 +182,17 @@ class Stored:
         """The same elements under another shape; only for a contiguous array."""
         assert self.is_contiguous, f"{self.file}: a strided array cannot be reshaped"
         assert math.prod(shape) == math.prod(self.shape)
-        return Stored(file=self.file, offset=self.offset, dtype=self.dtype, shape=shape, strides=row_major(shape))
+        return dense(file=self.file, offset=self.offset, dtype=self.dtype, shape=shape)
 
     def flat(self, start: int, stop: int, shape: Shape) -> Stored:
         """Elements [start, stop) of a contiguous array, seen under a shape."""
         line = self.reshaped((math.prod(self.shape),))
         return line.part(Box(offset=(start,), shape=(stop - start,))).reshaped(shape)
+
+
+def dense(*, file: str, offset: int, dtype: torch.dtype, shape: Shape) -> Stored:
+    """A row-major array without gaps."""
+    return Stored(file=file, offset=offset, dtype=dtype, shape=shape, strides=row_major(shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

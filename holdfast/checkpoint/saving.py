@@ -6,7 +6,6 @@ its file alone. The first rank writes the index, which makes the checkpoint exis
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -25,7 +24,7 @@ from holdfast.checkpoint.background import Work
 from holdfast.checkpoint.disk import THREADS, Bytes, Progress, checksum, explained, make_folder, silent, write_blocks
 from holdfast.checkpoint.held import Held
 from holdfast.checkpoint.objects import Described, describe
-from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, Stored, TensorEntry, row_major
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense
 from holdfast.checkpoint.progress import bar
 from holdfast.checkpoint.ranks import Ranks, current, together
 from holdfast.checkpoint.rules import Rules
@@ -89,7 +88,7 @@ def wait_for_saves() -> None:
     """Waits for all saves in the background, and raises the error of one that failed."""
     for pending in list(_pending):
         pending.join()  # if this is interrupted (Ctrl-C), the save is still pending
-        with contextlib.suppress(ValueError):  # another thread waits too
+        with suppress(ValueError):  # another thread waits too
             _pending.remove(pending)
         pending.wait()
 
@@ -237,13 +236,7 @@ class Save:
         for jobs, report in zip(self._jobs, reports, strict=True):
             for name, box in jobs:
                 offset = report.written.offsets[_piece_name(name, box, known[name].shape)]
-                stored = Stored(
-                    file=report.file,
-                    offset=offset,
-                    dtype=known[name].dtype,
-                    shape=box.shape,
-                    strides=row_major(box.shape),
-                )
+                stored = dense(file=report.file, offset=offset, dtype=known[name].dtype, shape=box.shape)
                 pieces[name].append(Piece(box=box, stored=stored))
         return {
             name: TensorEntry(shape=holding.shape, dtype=holding.dtype, pieces=tuple(pieces[name]))

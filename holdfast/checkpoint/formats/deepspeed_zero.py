@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.formats.pickled import Foreign
-from holdfast.checkpoint.pieces import Piece, Shape, Stored, TensorEntry, flat_boxes, row_major
+from holdfast.checkpoint.pieces import Piece, Shape, Stored, TensorEntry, dense, flat_boxes
 from holdfast.errors import CheckpointError
 
 DAMAGED = "the files are not of one checkpoint, or one is damaged"
@@ -104,8 +104,7 @@ def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], 
         at = array.offset + extent.start * array.dtype.itemsize
         for box in flat_boxes(shape, extent.at, extent.at + extent.count):
             # Not array.flat(...): of a large model there are hundreds of thousands of these.
-            kind, strides = array.dtype, row_major(box.shape)
-            stored = Stored(file=array.file, offset=at, dtype=kind, shape=box.shape, strides=strides)
+            stored = dense(file=array.file, offset=at, dtype=array.dtype, shape=box.shape)
             pieces.append(Piece(box=box, stored=stored))
             at += stored.nbytes
     return TensorEntry(shape=shape, dtype=arrays[0].dtype, pieces=tuple(pieces))

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.checkpoint.formats.pickled import PickleFile
 from holdfast.checkpoint.formats.rebuild import is_possible
-from holdfast.checkpoint.pieces import Stored, row_major
+from holdfast.checkpoint.pieces import Stored, dense
 from holdfast.checkpoint.safetensors_writer import BY_NAME
 from holdfast.errors import CheckpointError
 
@@ -67,7 +67,7 @@ def _array(name: str, item: Any, source: PickleFile, start: int, where: str) -> 
         raise CheckpointError(f"{where}: {name} of shape {shape} and dtype {kind} cannot be bytes {begin} to {end}")
     if start + end > source.bytes:
         raise CheckpointError(f"{where} is cut off inside {name}", hint="copy it again")
-    return Stored(file=source.name, offset=start + begin, dtype=dtype, shape=shape, strides=row_major(shape))
+    return dense(file=source.name, offset=start + begin, dtype=dtype, shape=shape)
 
 
 def _check_order(arrays: dict[str, Stored], start: int, source: PickleFile, where: str) -> None:
