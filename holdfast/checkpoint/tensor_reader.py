@@ -156,7 +156,8 @@ def _sources(catalogue: Catalogue, name: str, box: Box, pieces: Sequence[Piece])
         inside, left = take_out(left, piece.box)
         found += [(piece, common) for common in inside]
     if left:
-        reason = f"{catalogue.root}: no piece holds {box_text(left[0])} of {name}"
+        where = box_text(left[0]) if left[0].shape else "the value"
+        reason = f"{catalogue.root}: no piece holds {where} of {name}"
         raise CheckpointError(reason, hint="the checkpoint is incomplete")
     return found
 

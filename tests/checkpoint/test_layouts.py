@@ -1,4 +1,4 @@
-"""Every layout into every other and back, compared as raw bytes: by torch itself and by reading the files."""
+"""Layouts into each other and back, compared as raw bytes: by torch itself and by reading the files."""
 
 from __future__ import annotations
 

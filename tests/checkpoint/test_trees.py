@@ -1,4 +1,4 @@
-"""One tree out of everybody's."""
+"""Merging the trees of several ranks: stages add up, copies must agree."""
 
 from __future__ import annotations
 
