@@ -1,17 +1,22 @@
-"""Threads that write: a script that is over waits for them, and their errors are seen."""
+"""Threads that write in the background. The interpreter waits for them before it ends, and logs their errors."""
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import thread as _pools  # noqa: F401 - must have registered its own end before ours
 
+log = logging.getLogger("holdfast.checkpoint")
 _threads: list[Work] = []
 
 
 class Work:
-    """Something done in a thread of its own. An error is raised by whoever waits, or shown at the end."""
+    """Work in a thread of its own, which starts at once.
+
+    ``work`` is called without arguments; ``name`` is what a message about it says, as "saving runs/gpt". An error
+    in it is raised by :meth:`wait`, or logged when the interpreter ends.
+    """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self.name = name
@@ -28,15 +33,15 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether the work has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def join(self, seconds: float | None = None) -> None:
-        """Returns when it is over, or after so long; an error stays for ``wait``."""
+        """Waits until the work has ended, or for so many seconds; leaves its error to :meth:`wait`."""
         self._thread.join(seconds)
 
     def wait(self) -> None:
-        """Returns when it is over, or raises what went wrong."""
+        """Waits until the work has ended, and raises the error that ended it, once."""
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
@@ -47,8 +52,9 @@ def _wait_at_exit() -> None:
     for work in _threads:
         work.join()
         if work._error is not None:
-            print(f"holdfast: {work.name} failed: {work._error}", file=sys.stderr, flush=True)
+            log.error("%s failed: %s", work.name, work._error)
 
 
-# Not atexit: by then the pools of threads that writing needs are closed. Callbacks run last in, first out.
+# Not atexit: by then Python has closed the pools of threads that writing needs. Callbacks run last in, first out,
+# which is why concurrent.futures.thread is imported above.
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""From any format that can be read to any that can be written, a few megabytes at a time."""
+"""Converts checkpoints from any format that can be read to any that can be written, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ import torch
 
 from holdfast import codec
 from holdfast.checkpoint import index
-from holdfast.checkpoint.compare import flat_wants
 from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_folder, write_blocks
-from holdfast.checkpoint.facts import dicts, groups_of, refs
-from holdfast.checkpoint.formats import deepspeed_write, format_of, recognise
-from holdfast.checkpoint.formats.numbering import in_model_order
+from holdfast.checkpoint.formats import deepspeed_universal_write, format_of, recognise
 from holdfast.checkpoint.formats.output import appearing
-from holdfast.checkpoint.objects import NUMPY
-from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece, Ref, Stored, name_of, row_major, whole
-from holdfast.checkpoint.read import Want, read
-from holdfast.checkpoint.write import Array, Image
+from holdfast.checkpoint.formats.torchsave import in_model_order
+from holdfast.checkpoint.pieces import NUMPY, Catalogue, DataFile, Ref, TensorEntry, dense, entry_of, name_of
+from holdfast.checkpoint.safetensors_writer import Array, Image
+from holdfast.checkpoint.tensor_reader import Want, flat_wants, read
+from holdfast.checkpoint.trees import dicts, groups_of, refs
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.words import count
 
+# Formats that can be written.
 TARGETS = ("holdfast", "hf", "dcp", "torch", "deepspeed-universal")
-FILE = 4 << 30  # bytes in a data file, unless a single tensor has more
+FILE = 4 << 30  # bytes in a data file, unless one tensor has more: few files, none too large to copy
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(
     catalogue: Catalogue, path: Path, to: str, *, overwrite: bool = False, progress: Progress = silent
 ) -> list[str]:
-    """Writes a checkpoint in another format, whole or not at all; returns what that format cannot hold.
+    """Writes a checkpoint in another format, whole or not at all.
+
+    ``to`` is one of ``TARGETS``, ``progress`` is called with the bytes done. Returns in words what that format
+    cannot hold. Raises ``UsageError`` if ``path`` exists (unless ``overwrite``), ``CheckpointError`` if a byte of the
+    source is damaged.
 
     >>> import tempfile
     >>> from holdfast.checkpoint import open_checkpoint, save
@@ -60,7 +63,7 @@ def convert(
 
 
 def check_destination(path: Path, source: Path, *, overwrite: bool) -> bool:
-    """Whether nothing is there; an error if there is something that is not to be replaced."""
+    """Whether ``path`` is free; False if a checkpoint is there that is to be replaced, ``UsageError`` otherwise."""
     with explained(path, "read"):
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return True
@@ -74,13 +77,16 @@ def check_destination(path: Path, source: Path, *, overwrite: bool) -> bool:
 
 
 def _replace(path: Path, new: Path) -> None:
-    """The old one stays until the new one is durable; between the two renames both are there, under other names."""
+    """Puts a new checkpoint in the place of an old one.
+
+    The old one stays until the new one is durable; between the two renames both are there, under hidden names.
+    """
     old = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
     with explained(path, "replace"):
         os.rename(path, old)
         os.rename(new, path)
         sync_folder(path.parent)
-        # Of a link, the link: what it leads to is not ours to remove.
+        # Only the link itself, if it is one: its target is not ours to remove.
         old.unlink() if old.is_symlink() or old.is_file() else shutil.rmtree(old, ignore_errors=True)
 
 
@@ -88,7 +94,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def select(catalogue: Catalogue, sections: Sequence[str]) -> Catalogue:
-    """Some sections of a checkpoint, with the tensors in them."""
+    """A catalogue of some sections (keys of the tree) alone; ``CheckpointError`` if one is not there."""
     for section in sections:
         if section not in catalogue.tree:
             known = ", ".join(map(str, catalogue.tree)) or "nothing"
@@ -101,7 +107,10 @@ def select(catalogue: Catalogue, sections: Sequence[str]) -> Catalogue:
 
 
 def cast(catalogue: Catalogue, name: str) -> Catalogue:
-    """The same with the model's floating-point tensors in another dtype; rounding happens as they are read."""
+    """A catalogue with the model's floating-point tensors in another dtype; they are rounded as they are read.
+
+    ``name`` is one of ``DTYPES``.
+    """
     if name not in DTYPES:
         raise UsageError(f"--dtype {name} is not known", hint=f"one of {', '.join(DTYPES)}")
     model = {ref.name for ref in refs(catalogue.tree.get("model"))}
@@ -113,7 +122,7 @@ def cast(catalogue: Catalogue, name: str) -> Catalogue:
 
 
 def left_behind(catalogue: Catalogue, to: str) -> list[str]:
-    """What a format cannot hold of a checkpoint, in words; an error if it could hold nothing of it."""
+    """Parts of a checkpoint that a format cannot hold, in words; ``CheckpointError`` if it could hold nothing of it."""
     if to not in TARGETS:
         raise UsageError(f"there is no writer for {to!r}", hint=f"one of {', '.join(TARGETS)}")
     if to == "holdfast":
@@ -129,17 +138,17 @@ def left_behind(catalogue: Catalogue, to: str) -> list[str]:
     if to == "deepspeed-universal":
         if halves := _halves(catalogue):
             lost.append(f"the dtype of {count(len(halves), 'tensor')}, as {halves[0]} (they become float32)")
-        lost += deepspeed_write.changes(catalogue)
+        lost += deepspeed_universal_write.changes(catalogue)
     if to in ("torch", "dcp"):
-        lost += _disguised(catalogue, to)
+        lost += _changed(catalogue, to)
     marked = [("frozen parameter", catalogue.frozen), ("buffer", catalogue.buffers)]
     marks = [count(len(names), noun) for noun, names in marked if names and to != "deepspeed-universal"]
     lost += [f"the marks of {' and '.join(marks)}"] if marks else []
     return lost
 
 
-def _disguised(catalogue: Catalogue, to: str) -> list[str]:
-    """What a file of torch's has under another guise, in words."""
+def _changed(catalogue: Catalogue, to: str) -> list[str]:
+    """Values that become something else in torch's own formats, in words."""
     lost = []
     if arrays := [name_of(path) for path, node in dicts(catalogue.tree) if node.keys() == {NUMPY}]:
         lost.append(f"the marks of {count(len(arrays), 'numpy array')}, as {arrays[0]} (they become tensors)")
@@ -155,7 +164,7 @@ def _disguised(catalogue: Catalogue, to: str) -> list[str]:
 
 
 def _other_keys(catalogue: Catalogue) -> list[str]:
-    """Names of what has a key that is not a text, but for an optimizer's numbers: those are known to be some."""
+    """Names of values under a key that is not a text. An optimizer's numbers do not count: readers restore them."""
     return [
         name_of((*path, key))
         for path, node in dicts(catalogue.tree)
@@ -164,14 +173,14 @@ def _other_keys(catalogue: Catalogue) -> list[str]:
     ]
 
 
-def written(catalogue: Catalogue, to: str) -> dict[str, Entry]:
+def written(catalogue: Catalogue, to: str) -> dict[str, TensorEntry]:
     """The tensors that will be in the new checkpoint."""
     names = {ref.name for ref in refs(catalogue.tree.get("model") if to == "hf" else catalogue.tree)}
     return {name: entry for name, entry in catalogue.tensors.items() if name in names}
 
 
 def _halves(catalogue: Catalogue) -> list[str]:
-    """Parameters that are trained, and what the optimizer keeps of them, in 16 bits."""
+    """Names of trained parameters and optimizer slots that are in 16 bits."""
     optimizer, model = catalogue.tree.get("optimizer"), catalogue.tree.get("model") or {}
     trained = [model.get(name) for group in groups_of(optimizer) or () for name in group["params"]]
     names = dict.fromkeys(ref.name for ref in refs([*trained, optimizer]))
@@ -187,12 +196,12 @@ def _section(key: str, node: Any) -> str:
 
 
 def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
-    """Writes a checkpoint as ``save`` does, from another one."""
+    """Writes a checkpoint of our own format, as ``save`` does, from another checkpoint."""
     tree, dropped = keepable(catalogue.tree)
     save = index.new_id()
     writer = f"holdfast ckpt convert on {socket.gethostname()}"
-    files: dict[str, File] = {}
-    tensors: dict[str, Entry] = {}
+    files: dict[str, DataFile] = {}
+    tensors: dict[str, TensorEntry] = {}
     with appearing(path) as unfinished:
         with explained(unfinished, "create"):
             unfinished.mkdir()
@@ -200,8 +209,11 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
             file = index.data_name(save, number)
             image, fill = _image(catalogue, names)
             sums = write_blocks(unfinished / file, image.size, fill, progress=progress)
-            files[file] = File(bytes=image.size, checksums=sums, writer=writer)
-            tensors.update({name: _entry(catalogue.tensors[name], file, image.offsets[name]) for name in names})
+            files[file] = DataFile(bytes=image.size, checksums=sums, writer=writer)
+            for name in names:
+                old = catalogue.tensors[name]
+                stored = dense(file=file, offset=image.offsets[name], dtype=old.dtype, shape=old.shape)
+                tensors[name] = entry_of(stored)
         left_out = [*catalogue.details.get("left_out", ()), *dropped]
         kept = {key: catalogue.details[key] for key in ("ranks",) if key in catalogue.details}
         details = {**kept, "converted_from": catalogue.format, **({"left_out": left_out} if left_out else {})}
@@ -210,14 +222,8 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> N
         index.commit(made, save)
 
 
-def _entry(entry: Entry, file: str, offset: int) -> Entry:
-    stored = Stored(file=file, offset=offset, dtype=entry.dtype, shape=entry.shape, strides=row_major(entry.shape))
-    piece = Piece(box=whole(entry.shape), stored=stored)
-    return Entry(shape=entry.shape, dtype=entry.dtype, pieces=(piece,))
-
-
 def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:
-    """The tensors of each file; there is at least one file."""
+    """The names of the tensors of each data file; there is at least one file."""
     names: list[str] = []
     size = 0
     for name, entry in catalogue.tensors.items():
@@ -230,14 +236,14 @@ def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:
 
 
 def _image(catalogue: Catalogue, names: Sequence[str]) -> tuple[Image, Callable[[int, int, Bytes], Bytes]]:
-    """A file, and what fills a block of it.
+    """A data file, and the function that fills a block of it.
 
-    A block first collects what it needs of all tensors in it, and then reads that at once: a block of the
-    source that is checked has to be read whole, even for a few bytes.
+    For each block, the tensors in it first collect what they want, then all of that is read at once: a source with
+    checksums has to be read in whole blocks, even for a few bytes.
     """
-    local = threading.local()
+    local = threading.local()  # several threads fill blocks at the same time
 
-    def array(name: str, entry: Entry) -> Array:
+    def array(name: str, entry: TensorEntry) -> Array:
         def collect(start: int, stop: int, out: Bytes) -> None:
             line = torch.from_numpy(out).view(entry.dtype)
             local.wants += flat_wants(name, entry.shape, start // entry.dtype.itemsize, line)
@@ -257,7 +263,7 @@ def _image(catalogue: Catalogue, names: Sequence[str]) -> tuple[Image, Callable[
 
 
 def keepable(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What our index can hold of a tree, and the names of what it cannot: objects of other programs.
+    """The part of a tree that our index can hold, and the names of the rest: objects of other programs.
 
     >>> keepable({"step": 7, "args": {"lr": 0.1, "device": torch.device("cpu")}})
     ({'step': 7, 'args': {'lr': 0.1}}, ['args/device'])

@@ -8,18 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.checkpoint.compare import Pair, Tally, compare
+from holdfast.checkpoint.diff_tensors import Pair, Tally, compare
 from holdfast.checkpoint.disk import Progress, silent
-from holdfast.checkpoint.facts import Leaves, groups_of, leaf_name, leaves, shape_text
-from holdfast.checkpoint.pieces import Catalogue, Entry, Ref
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry
+from holdfast.checkpoint.tensor_reader import read_tensor
+from holdfast.checkpoint.trees import Leaves, groups_of, leaf_name, leaves, shape_text
 from holdfast.codec import dtype_name
 from holdfast.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One difference. ``kind``: "values", "dtype", "shape", "only in A", "only in B", "value"."""
+    """One difference between two checkpoints.
+
+    ``kind`` is "values" (of a tensor), "dtype", "shape", "value" (of something else), "only in A" or "only in B".
+    ``a`` and ``b`` say what is there; ``differing`` of ``elements`` differ, by at most ``largest``.
+    """
 
     name: str
     kind: str
@@ -30,13 +34,18 @@ class Row:
     largest: float | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """The fields as plain values; JSON has no infinity and no NaN."""
         largest = self.largest if self.largest is None or math.isfinite(self.largest) else str(self.largest)
         return {**vars(self), "largest": largest}
 
 
 @dataclass(kw_only=True)
-class Difference:
-    """All differences, how much is equal, and what was not compared."""
+class CheckpointDiff:
+    """All differences between two checkpoints, how much is equal, and what was not compared.
+
+    ``equal`` tensors have the same bits, ``close`` ones are within the tolerance, ``values`` counts other equal
+    values. Only ``sections`` were compared; ``only_a`` and ``only_b`` are sections of one side.
+    """
 
     rows: list[Row] = field(default_factory=list)
     equal: int = 0
@@ -49,15 +58,17 @@ class Difference:
 
     @property
     def same(self) -> bool:
+        """Whether no difference was found."""
         return not self.rows
 
     def to_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
         shown = {name: value for name, value in vars(self).items() if name != "rows"}
         return {"same": self.same, **shown, "rows": [row.to_json() for row in self.rows]}
 
 
 def parse_rename(text: str) -> tuple[re.Pattern[str], str]:
-    """``regex=replacement``.
+    """A pattern and its replacement from ``regex=replacement``; ``UsageError`` if it is not that.
 
     >>> parse_rename("^model/transformer[.]=model/")[1]
     'model/'
@@ -74,7 +85,13 @@ def parse_rename(text: str) -> tuple[re.Pattern[str], str]:
 
 
 class Comparison:
-    """Two catalogues and which of their tensors belong together; :meth:`run` reads and compares."""
+    """A comparison of two catalogues.
+
+    Making it decides, without reading a tensor, which tensors and values belong together; :meth:`run` compares them.
+    ``sections`` are the keys of the tree to compare (default: all that both have), ``renames`` change names of A first,
+    elements that differ by at most ``tolerance`` are close. Raises ``UsageError`` for a section or a rename that
+    fits nothing.
+    """
 
     def __init__(
         self,
@@ -86,7 +103,7 @@ class Comparison:
         tolerance: float | None = None,
     ) -> None:
         self.a, self.b, self.tolerance = a, b, tolerance
-        self.result = Difference()
+        self.result = CheckpointDiff()
         self._choose(sections)
         left = leaves({key: a.tree[key] for key in self.result.sections})
         right = leaves({key: b.tree[key] for key in self.result.sections})
@@ -96,10 +113,11 @@ class Comparison:
 
     @property
     def bytes(self) -> int:
-        """How many bytes :meth:`run` will read."""
+        """The number of bytes that :meth:`run` will read."""
         return sum(self.a.tensors[pair.a].nbytes + self.b.tensors[pair.b].nbytes for pair in self.pairs)
 
-    def run(self, *, progress: Progress = silent) -> Difference:
+    def run(self, *, progress: Progress = silent) -> CheckpointDiff:
+        """Reads all pairs of tensors and returns what differs; ``progress`` is called with the bytes read."""
         tallies = compare(self.a, self.b, self.pairs, tolerance=self.tolerance or 0.0, progress=progress)
         for pair, tally in tallies.items():
             for name in [pair.name, *self._twins.get(pair, [])]:
@@ -116,14 +134,17 @@ class Comparison:
         self.result.sections = [key for key in wanted if key in self.a.tree and key in self.b.tree]
         self.result.only_a = [key for key in wanted if key not in self.b.tree]
         self.result.only_b = [key for key in wanted if key not in self.a.tree]
-        # What was asked for and is missing is a difference; what nobody asked for is only named.
-        # Where there is nothing to compare, nothing is equal.
+        # A missing section is a difference if it was asked for; else it is only named. Two checkpoints without
+        # a common section are different.
         told = sections or not self.result.sections
         asked = [("only in A", self.result.only_a), ("only in B", self.result.only_b)] if told else []
         self.result.rows += [Row(name=name, kind=kind) for kind, names in asked for name in names]
 
     def _numbered(self, left: Leaves, right: Leaves) -> Leaves:
-        """Where one optimizer goes by numbers and the other by names, both are taken in their order."""
+        """Leaves of A in which an optimizer's parameters are called as in B.
+
+        Only where one goes by numbers and the other by names: both list their parameters in the same order.
+        """
         for section in self.result.sections:
             ours, theirs = _parameters(self.a.tree[section]), _parameters(self.b.tree[section])
             if len(ours) == len(theirs) > 0 and (_by_number(ours) != _by_number(theirs)):
@@ -158,7 +179,7 @@ class Comparison:
         self._only("only in B", right, left)
 
     def _only(self, kind: str, here: Leaves, there: Leaves) -> None:
-        """What one has alone; a second name of a tensor that both have is none of it."""
+        """Notes what only one side has. A second name of a tensor that both sides have is no difference."""
         shared = {value.name for name, value in here.items() if isinstance(value, Ref) and name in there}
         for name in (name for name in here if name not in there):
             value = here[name]
@@ -219,14 +240,14 @@ def _moved(name: str, begins: Mapping[str, str]) -> str:
 
 
 def _number(catalogue: Catalogue, value: Any) -> Any:
-    """A tensor of one element as a number: some formats keep an optimizer's step as one, some as the other."""
+    """A tensor of one element as a number: some formats keep an optimizer's step as a tensor, some as a number."""
     if isinstance(value, Ref) and _numel(catalogue.tensors[value.name]) == 1:
         return read_tensor(catalogue, value.name).item()
     return value
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as values: a tuple may have become a list, and an integer a float; 0.0 and -0.0 are not equal."""
+    """Whether two values are equal. A tuple may have become a list, an integer a float; 0.0 and -0.0 are not equal."""
     if isinstance(a, float) and isinstance(b, float):
         return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -240,5 +261,5 @@ def _text(value: Any) -> str:
     return "a tensor" if isinstance(value, Ref) else repr(value)
 
 
-def _numel(entry: Entry) -> int:
+def _numel(entry: TensorEntry) -> int:
     return math.prod(entry.shape)

@@ -1,8 +1,8 @@
 """Blocks of bytes to and from files, past the page cache, with a checksum each.
 
 A file is cut into blocks of a fixed size. Several threads each take a block, fill it, hash it and write
-it (or read it, check it and hand it out), so that copying, checksums and the disk work beside each other.
-A buffer is used again and again: memory that a process has never touched costs more than the copy itself.
+it (or read it, check it and hand it out), so that copying, checksums and the disk work at the same time.
+Buffers are reused: memory that a process touches for the first time costs more than the copy itself.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import xxhash
 
 from holdfast.errors import CheckpointError
 
-BLOCK = 4 << 20  # measured: smaller wastes calls, larger falls out of the processor's cache
-ALIGN = 4096  # what O_DIRECT asks of addresses, offsets and lengths, on all file systems we know of
-THREADS = 4  # keeps the disk's queue filled while one copies and one hashes
+BLOCK = 4 << 20  # bytes; measured: smaller ones cost calls, larger ones fall out of the processor's cache
+ALIGN = 4096  # bytes; O_DIRECT asks for multiples of it in addresses, offsets and lengths, on all known file systems
+THREADS = 4  # enough to keep the disk's queue filled while one thread copies and one hashes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Progress = Callable[[int], None]
+Progress = Callable[[int], None]  # is called with the number of bytes that have been done since the last call
 T = TypeVar("T")
 
 
 def silent(done: int) -> None:
-    """The progress of whoever does not want to see it."""
+    """A ``Progress`` that shows nothing."""
 
 
 def round_up(size: int, unit: int = ALIGN) -> int:
-    """The next multiple.
+    """The smallest multiple of ``unit`` that is not less than ``size``.
 
     >>> round_up(4097)
     8192
@@ -48,12 +48,12 @@ def round_up(size: int, unit: int = ALIGN) -> int:
 
 
 def blocks_of(size: int) -> range:
-    """Where the blocks of a file begin."""
+    """The offsets at which the blocks of a file of ``size`` bytes begin."""
     return range(0, size, BLOCK)
 
 
 def checksum(data: Bytes) -> str:
-    """The checksum of a block.
+    """The checksum of a block: XXH3, 64 bits, as hexadecimal digits.
 
     >>> checksum(np.zeros(3, dtype=np.uint8))
     'eb5d658bb22f286b'
@@ -62,7 +62,7 @@ def checksum(data: Bytes) -> str:
 
 
 class Buffers:
-    """Page-aligned buffers that are lent, given back and used again; at most ``keep`` bytes lie idle."""
+    """Page-aligned buffers that are lent and used again; at most ``keep`` bytes are kept while nobody uses them."""
 
     def __init__(self, keep: int = 2 * THREADS * BLOCK) -> None:
         self.keep = keep
@@ -71,6 +71,7 @@ class Buffers:
 
     @contextmanager
     def lend(self, size: int) -> Iterator[Bytes]:
+        """A buffer of at least ``size`` bytes, until the end of the ``with`` block."""
         buffer = self._take(size)
         try:
             yield buffer
@@ -88,7 +89,7 @@ class Buffers:
 
 
 def aligned(size: int) -> Bytes:
-    """Fresh memory that starts on a page."""
+    """New memory of at least ``size`` bytes that starts on a page."""
     room = mmap.mmap(-1, max(round_up(size), ALIGN))
     if size >= BLOCK:
         room.madvise(mmap.MADV_HUGEPAGE)
@@ -99,8 +100,8 @@ BUFFERS = Buffers()
 
 
 def in_parallel(work: Callable[[T], None], items: Sequence[T], threads: int = THREADS) -> None:
-    """Does the work for every item; the first failure stops what has not begun."""
-    # After a fork torch makes its own pool anew, and is not ready for several threads that come for it at once.
+    """Does the work for every item in a few threads. The first failure is raised, and stops what has not begun."""
+    # After a fork torch creates its pool of threads anew on first use, which is not safe from several threads at once.
     torch.set_num_threads(torch.get_num_threads())
     if threads <= 1 or len(items) <= 1:
         for item in items:
@@ -118,7 +119,10 @@ def in_parallel(work: Callable[[T], None], items: Sequence[T], threads: int = TH
 
 @contextmanager
 def explained(path: Path, doing: str) -> Iterator[None]:
-    """Turns the operating system's complaints into sentences with the file's name."""
+    """Turns an ``OSError`` inside the ``with`` block into a ``CheckpointError`` that names the file.
+
+    ``doing`` is a verb for the sentence: "read", "write", "create" …
+    """
     try:
         yield
     except FileNotFoundError as e:
@@ -132,25 +136,25 @@ def explained(path: Path, doing: str) -> Iterator[None]:
 
 
 def open_direct(path: Path, flags: int) -> int:
-    """Opens past the page cache where the file system can."""
+    """Opens a file past the page cache, where the file system can; returns the descriptor."""
     fd = os.open(path, flags, 0o644)
     pass_cache(fd)
     return fd
 
 
 def pass_cache(fd: int) -> None:
-    """From now on reads and writes go past the page cache, where the file system can."""
-    try:  # not with open: where it cannot, O_CREAT has made the file before O_DIRECT is refused
+    """Makes reads and writes of an open file go past the page cache (O_DIRECT), where the file system can."""
+    try:  # not a flag of open: there O_CREAT would have made the file before O_DIRECT is refused
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
         pass  # older tmpfs and some network file systems go through the cache
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether a byte of a file can be had without the disk."""
+    """Whether a byte of a file is in the page cache."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # not there, or not to be known on this file system
+    except OSError:  # it is not, or this file system cannot tell
         return False
 
 
@@ -162,10 +166,11 @@ def write_blocks(
     progress: Progress = silent,
     threads: int = THREADS,
 ) -> tuple[str, ...]:
-    """Writes a new file durably and returns its blocks' checksums; if that fails, there is no file.
+    """Writes a new file of ``size`` bytes durably and returns its blocks' checksums.
 
     ``fill(start, stop, buffer)`` returns bytes [start, stop) of the file, in the buffer or in aligned memory
-    of its own.
+    of its own; several threads call it. Raises ``CheckpointError`` if the file exists or cannot be written; then no
+    half of it is left.
     """
     sums = [""] * len(blocks_of(size))
     with explained(path, "write"):
@@ -195,7 +200,7 @@ def write_blocks(
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Takes the room that a file will need: a full disk is noticed now, not half-way."""
+    """Reserves the room that a file will need, so that a full disk is noticed now and not half-way."""
     while size:
         try:
             os.posix_fallocate(fd, 0, size)
@@ -203,7 +208,7 @@ def _reserve(fd: int, size: int) -> None:
         except OSError as e:
             if e.errno not in _FULL or not _discarding:
                 raise
-            _discarding.pop().join()  # it may have made room
+            _discarding.pop().join()  # a removal that goes on may make room
 
 
 def _write_all(fd: int, data: Bytes, offset: int) -> None:
@@ -216,11 +221,14 @@ def _write_all(fd: int, data: Bytes, offset: int) -> None:
 
 
 def read_exactly(fd: int, buffer: Bytes, start: int, stop: int, path: Path) -> None:
-    """Reads bytes [start, stop) of a file into the buffer's begin; a file opened directly needs aligned ones."""
+    """Reads bytes [start, stop) of a file to the begin of a buffer; ``CheckpointError`` if the file is shorter.
+
+    Past the page cache, ``start`` and the buffer must be multiples of ``ALIGN``.
+    """
     view = buffer.data
     done = 0
     while start + done < stop:
-        # Beyond the end of a file a direct read may ask for a whole page; it gets what there is.
+        # Past the page cache a read has to ask for whole pages; at the end of the file it gets fewer bytes.
         got = os.preadv(fd, [view[done : round_up(stop - start)]], start + done)
         if got == 0:
             raise CheckpointError(
@@ -230,7 +238,7 @@ def read_exactly(fd: int, buffer: Bytes, start: int, stop: int, path: Path) -> N
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Writes a small new file, durable when this returns (but for its name, see :func:`sync_folder`)."""
+    """Writes a small new file. Its content is durable when this returns, its name only after :func:`sync_folder`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         view = memoryview(content)
@@ -242,7 +250,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes names in a folder durable: a file's own fsync does not."""
+    """Makes the names in a folder durable; the fsync of a file does not."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -251,18 +259,18 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, and those above it that are missing, under durable names."""
+    """Makes a folder, and the missing ones above it, with durable names."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
 
 
-_discarding: list[threading.Thread] = []
+_discarding: list[threading.Thread] = []  # removals that go on in the background
 
 
 def discard(paths: Iterable[Path]) -> None:
-    """Removes files that are of no use; what cannot be removed is litter for the next time."""
+    """Removes files that are of no use. One that cannot be removed stays, and the next save tries again."""
     for path in paths:
         try:
             path.unlink(missing_ok=True)
@@ -271,7 +279,7 @@ def discard(paths: Iterable[Path]) -> None:
 
 
 def discard_later(paths: Sequence[Path]) -> None:
-    """As :func:`discard`, in the background: to give back a gigabyte takes a third of the time of writing it."""
+    """Does :func:`discard` in the background: freeing a gigabyte takes a third of the time of writing it."""
     _discarding[:] = [thread for thread in _discarding if thread.is_alive()]
     if paths:
         _discarding.append(threading.Thread(target=discard, args=(paths,), name="discarding"))

@@ -1,6 +1,6 @@
-"""The index of a checkpoint: the one small file whose appearance makes it exist.
+"""The index of a checkpoint, ``index.json``: a small file that says which tensor lies where.
 
-docs/checkpoint-format.md describes it byte by byte.
+A checkpoint exists from the moment on at which its index does. docs/checkpoint-format.md describes it byte by byte.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from holdfast.checkpoint.disk import (
     sync_folder,
     write_durably,
 )
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Shape, Stored, row_major, whole
-from holdfast.checkpoint.write import DTYPES, PAIRS
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, take_out, whole
+from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS
 from holdfast.errors import CheckpointError
 
 NAME = "index.json"
-VERSION = 1
+VERSION = 1  # of the format; a reader refuses any other
 _PREFIX = '{"xxh3":"%s","index":'
 _DATA = re.compile(r"data-[0-9a-f]{12}-\d+\.safetensors")
 _UNFINISHED = re.compile(r"\.(index-[0-9a-f]{12}|report-[0-9a-f]{12}-\d+)\.(json|unfinished)")
 
 
 def new_id() -> str:
-    """Tells the files of one save from those of another in the same folder."""
+    """A random identifier of one save, for the names of its files: a folder may hold files of several saves."""
     return secrets.token_hex(6)
 
 
 def data_name(save: str, rank: int) -> str:
-    """The name of the file that a worker writes."""
+    """The name of the data file that a rank writes in a save."""
     return f"data-{save}-{rank}.safetensors"
 
 
 def report_name(save: str, rank: int) -> str:
-    """The name of the file in which a worker of a run says what it has written."""
+    """The name of the file in which a worker of a run reports what it has written."""
     return f".report-{save}-{rank}.json"
 
 
@@ -60,17 +60,21 @@ def report_name(save: str, rank: int) -> str:
 
 
 def commit(catalogue: Catalogue, save: str) -> None:
-    """Makes a checkpoint exist, whose data files are durable: the old one until the rename, the new one after."""
+    """Writes the index of a checkpoint whose data files are durable; ``save`` is its identifier.
+
+    Until the rename in here the folder holds the old checkpoint, from then on the new one. Raises ``CheckpointError``
+    if the index cannot be written.
+    """
     body = json.dumps(_describe(catalogue), separators=(",", ":"))
     text = f"{_PREFIX % _checksum(body.encode())}{body}}}".encode()
     folder = catalogue.root
     unfinished = folder / f".index-{save}.json"
     try:
         with explained(unfinished, "write"):
-            sync_folder(folder)  # the names of the data files, before anything refers to them
+            sync_folder(folder)  # makes the names of the data files durable before the index refers to them
             write_durably(unfinished, text)
     except Exception:
-        # Not after the rename has been asked for: then they may be the only checkpoint there is.
+        # Only before the rename: once it has been asked for, these files may be the only checkpoint there is.
         discard([unfinished, *(folder / name for name in catalogue.files)])
         raise
     with explained(folder / NAME, "write"):
@@ -111,12 +115,15 @@ def _describe(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def clean(folder: Path, keep: Iterable[str] = ()) -> None:
-    """Removes what unfinished or replaced saves have left in a folder, in the background."""
+    """Removes the files of unfinished or replaced saves from a folder, in the background, except those to keep."""
     discard_later(litter(folder, keep))
 
 
 def clean_before(folder: Path, save: str) -> None:
-    """Removes what killed saves have left, before a new one needs the room; refuses a folder that is another's."""
+    """Removes files of killed saves before the save ``save`` needs the room.
+
+    Raises ``CheckpointError`` if another program's ``index.json`` is there, which must not be replaced.
+    """
     with explained(folder, "read"):
         foreign = exists(folder) and not _is_ours(folder, save)
     if foreign:
@@ -127,12 +134,12 @@ def clean_before(folder: Path, save: str) -> None:
     try:
         known = open(folder).files if exists(folder) else {}
     except CheckpointError:
-        return  # what a damaged index refers to is not ours to throw away
+        return  # the files of a checkpoint whose index is damaged may still be rescued
     discard_later([path for path in litter(folder, known) if save not in path.name])
 
 
 def litter(folder: Path, keep: Iterable[str] = ()) -> list[Path]:
-    """The files in a folder that are named as only a save names them, but for those to keep."""
+    """The files in a folder that are named as saves name theirs, except those to keep."""
     with explained(folder, "read"):
         found = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name)]
     kept = {*keep}
@@ -143,13 +150,16 @@ def litter(folder: Path, keep: Iterable[str] = ()) -> list[Path]:
 
 
 def exists(folder: Path) -> bool:
-    """Whether a checkpoint is in a folder; what is not committed does not count."""
+    """Whether a committed checkpoint is in a folder."""
     with explained(folder, "read"):
         return (folder / NAME).is_file()
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a checkpoint of ours; also one that has lost its index, or it would be taken for another's."""
+    """Whether a folder is a checkpoint of this format.
+
+    One that has lost its index counts too: it must not be taken for a checkpoint of another format.
+    """
     try:
         return _is_ours(path)
     except OSError:
@@ -157,7 +167,7 @@ def recognise(path: Path) -> bool:
 
 
 def _is_ours(folder: Path, save: str = "") -> bool:
-    """Whether an index looks like ours, or lies beside data of ours: other data than that of the save meant."""
+    """Whether a folder has data files of ours (except those of ``save``), or an index that begins as ours does."""
     if any(_DATA.fullmatch(name) and not (save and save in name) for name in os.listdir(folder)):
         return True
     with (folder / NAME).open("rb") as file:
@@ -165,7 +175,10 @@ def _is_ours(folder: Path, save: str = "") -> bool:
 
 
 def open(path: Path) -> Catalogue:
-    """The catalogue of a checkpoint, after checking that its files are there and as long as they were."""
+    """The catalogue of a checkpoint.
+
+    Raises ``CheckpointError`` if the index is damaged, or a data file is missing or has another size.
+    """
     catalogue = read(path)
     for name, file in catalogue.files.items():
         _check_file(path / name, file)
@@ -173,7 +186,7 @@ def open(path: Path) -> Catalogue:
 
 
 def read(path: Path) -> Catalogue:
-    """As :func:`open`, but without a look at the files that the index tells of."""
+    """The catalogue of a checkpoint, without a look at its data files (see :func:`open`)."""
     if not exists(path):
         raise CheckpointError(f"{path} has no {NAME}", hint="a save that was not completed, or no checkpoint")
     index = _parse(path / NAME)
@@ -214,7 +227,7 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
     if len(set(names)) != len(names):
         raise ValueError("a data file is listed twice")
     files = {
-        file["name"]: File(
+        file["name"]: DataFile(
             bytes=_count(file["bytes"]), checksums=_texts(file["blocks"]), writer=str(file.get("writer", ""))
         )
         for file in index["files"]
@@ -235,7 +248,7 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
 
 
 def _count(value: Any) -> int:
-    """A number that says how many or how far. Python would take -1, True and 4.0 as well."""
+    """A number of things or of bytes. Python would also take -1, True and 4.0 for one."""
     if type(value) is not int or not 0 <= value < 1 << 60:
         raise ValueError(f"{value!r} is no size")
     return value
@@ -258,13 +271,13 @@ def _dict(value: Any) -> dict[str, Any]:
     return value
 
 
-def _ref(name: Any, tensors: Mapping[str, Entry]) -> Ref:
+def _ref(name: Any, tensors: Mapping[str, TensorEntry]) -> Ref:
     if name not in tensors:
         raise ValueError(f"the tree has a tensor {name!r}, which is not among the tensors")
     return Ref(name=name)
 
 
-def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[str, File]) -> Entry:
+def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[str, DataFile]) -> TensorEntry:
     dtype, shape = codec.dtype_of(item["dtype"]), _counts(item["shape"])
     if dtype not in DTYPES and dtype not in PAIRS:
         raise ValueError(f"{name} is {dtype}, which no data file can hold")
@@ -274,32 +287,20 @@ def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[
     left = [whole(shape)] if math.prod(shape) else []
     for number, position, offset, size in item["pieces"]:
         box = Box(offset=_counts(offset), shape=_counts(size))
-        stored = Stored(
-            file=names[_count(number)],
-            offset=_count(position),
-            dtype=dtype,
-            shape=box.shape,
-            strides=row_major(box.shape),
-        )
+        stored = dense(file=names[_count(number)], offset=_count(position), dtype=dtype, shape=box.shape)
         if stored.offset + stored.span > files[stored.file].bytes:
             raise ValueError(f"a piece of {name} lies outside of {stored.file}")
         pieces.append(Piece(box=box, stored=stored))
-        left = _take_out(left, box, name)
+        inside, left = take_out(left, box)
+        if sum(common.numel for common in inside) != box.numel:
+            raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
     if left:
         raise ValueError(f"no piece holds {left[0]} of {name}")
-    return Entry(shape=shape, dtype=dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces))
 
 
-def _take_out(left: list[Box], box: Box, name: str) -> list[Box]:
-    """What remains to be found of a tensor; a piece that holds anything else than what is missing is wrong."""
-    inside = [(one, one.intersect(box)) for one in left]
-    if sum(common.numel for _, common in inside if common) != box.numel:
-        raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
-    return [rest for one, common in inside for rest in ([one] if common is None else one.without(common))]
-
-
-def _refuse_shared_bytes(tensors: Mapping[str, Entry]) -> None:
-    """No save writes two pieces into the same bytes: a small file that claims to be a huge tensor does."""
+def _refuse_shared_bytes(tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuses pieces that share bytes. No save makes them; a forged index could claim a huge tensor in a small file."""
     places = sorted(
         (piece.stored.file, piece.stored.offset, piece.stored.offset + piece.stored.span, name)
         for name, entry in tensors.items()
@@ -311,7 +312,7 @@ def _refuse_shared_bytes(tensors: Mapping[str, Entry]) -> None:
             raise ValueError(f"a piece of {first} and one of {second} lie in the same bytes of {file}, at {start}")
 
 
-def _check_file(path: Path, file: File) -> None:
+def _check_file(path: Path, file: DataFile) -> None:
     if file.checksums is None or len(file.checksums) != len(blocks_of(file.bytes)):
         raise CheckpointError(f"{path} has no checksum for each of its blocks")
     with explained(path, "read"):

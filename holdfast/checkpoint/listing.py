@@ -1,4 +1,4 @@
-"""Which checkpoints lie below a folder, complete or not."""
+"""A list of the checkpoints in a folder and below it, complete or not."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 
 from holdfast.checkpoint import formats, index, series
 from holdfast.checkpoint.disk import explained
-from holdfast.checkpoint.facts import bytes_of, step_of
 from holdfast.checkpoint.pieces import Catalogue
+from holdfast.checkpoint.trees import bytes_of, step_of
 from holdfast.errors import CheckpointError, HoldfastError
 
-DEPTH = 3  # folders below the one that is asked for
+DEPTH = 3  # levels of folders that are searched: deep enough for runs/name/step, quick on a large disk
 COMPLETE, UNFINISHED = "complete", "not completed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint, or what is left of one. ``state`` is "complete", "not completed", or what is wrong with it."""
+    """A checkpoint, or what an interrupted save has left of one.
+
+    ``state`` is "complete", "not completed", or what is wrong with it; ``saved`` is in seconds since 1970; ``newest``
+    marks the one that a run would resume from.
+    """
 
     path: Path
     format: str
@@ -33,15 +37,16 @@ class Found:
     newest: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """The fields as plain values."""
         when = datetime.fromtimestamp(self.saved).astimezone().isoformat(timespec="seconds")
         return {**vars(self), "path": str(self.path), "saved": when}
 
 
 def find(root: Path) -> list[Found]:
-    """The checkpoints in a folder and below it, in the order of their names and steps."""
+    """The checkpoints in a folder and below it, by name and step. ``CheckpointError`` if the folder does not exist."""
     if not root.exists():
         raise CheckpointError(f"{root} does not exist", hint="check the path")
-    top = root.absolute()  # as opened checkpoints have it
+    top = root.absolute()  # catalogues have absolute paths
     found = sorted(_below(top, DEPTH), key=lambda one: (one.path.parent, one.step or 0, one.path))
     newest = _newest(top, [one for one in found if one.state == COMPLETE])
     return [replace(one, path=_as_given(one.path, root), newest=one.path == newest) for one in found]
@@ -53,7 +58,7 @@ def _as_given(path: Path, root: Path) -> Path:
 
 
 def _newest(root: Path, complete: list[Found]) -> Path | None:
-    """What a run would resume from; where there is no run, what was saved last."""
+    """The checkpoint that a run would resume from; where there is no run, the one that was saved last."""
     last = max(complete, key=lambda one: one.saved, default=None)
     return series.newest(root) or (last.path if last and len(complete) > 1 else None)
 
@@ -64,7 +69,7 @@ def _below(place: Path, depth: int) -> Iterator[Found]:
         yield _unfinished(place)
         return
     here = None if known is None else _describe(place, known)
-    # DeepSpeed and Megatron keep a pointer to the newest of several folders; those are what is listed.
+    # DeepSpeed and Megatron keep a pointer to the newest of several folders: the folders are listed, not the pointer.
     inside = [] if here is not None and here.path == place else [*_inside(place, depth)]
     if here is not None and here.path not in [one.path for one in inside]:
         yield here
@@ -102,7 +107,7 @@ def _describe(place: Path, known: str) -> Found:
 
 
 def _saved(catalogue: Catalogue) -> float:
-    """When it was saved: as it says itself, or when its last file was changed."""
+    """The time of a save, in seconds since 1970: as the checkpoint says, or when its last file was changed."""
     said = catalogue.details.get("saved")
     if isinstance(said, float | int):
         return float(said)

@@ -1,4 +1,4 @@
-"""Modules, optimizers and plain values as a tree with names: what is saved, the same on every layout."""
+"""Modules, optimizers and plain values as a tree of names, the same for every layout."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.disk import checksum
-from holdfast.checkpoint.layout import Held, held_of
-from holdfast.checkpoint.pieces import Ref, name_of
-from holdfast.checkpoint.write import bytes_of
+from holdfast.checkpoint.held import Held, held_of
+from holdfast.checkpoint.pieces import NUMPY, Ref, name_of
+from holdfast.checkpoint.safetensors_writer import bytes_of
 from holdfast.errors import UsageError
 
-NUMPY = "__numpy__"  # marks a tensor that was, and will be, a numpy array
-# What wrappers put into the names of a module that is the same without them.
+# Parts that torch.compile and activation checkpointing put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Absent:
-    """A tensor that other workers hold. What counts is which one it is, its shape and dtype; never its elements."""
+    """A tensor that only other workers hold. ``tensor`` gives its identity, shape and dtype, never its elements."""
 
     tensor: torch.Tensor
 
     @property
     def held(self) -> Held:
+        """Held parts of the tensor on this worker: none."""
         return Held(shape=tuple(self.tensor.shape), dtype=self.tensor.dtype, parts=(), derived=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Partial:
-    """A module that has all names of the model, but of some tensors no values: those are ``absent``, by name.
+class PartialModule:
+    """A module with all names of the model, of which this worker lacks the values of some tensors.
 
-    What is absent and not a tensor (a module's extra state) is None there. An optimizer beside it in the
-    tree keeps nothing for absent parameters.
+    ``absent`` has those by name; None stands for something absent that is no tensor (a module's extra state). An
+    optimizer beside it in the tree keeps nothing for absent parameters.
 
     >>> model = nn.Linear(2, 1)
-    >>> described = describe({"model": Partial(module=model, absent={"bias": Absent(tensor=model.bias)})})
+    >>> described = describe({"model": PartialModule(module=model, absent={"bias": Absent(tensor=model.bias)})})
     >>> {name: len(held.parts) for name, held in described.held.items()}
     {'model/weight': 1, 'model/bias': 0}
     """
@@ -51,26 +51,32 @@ class Partial:
     absent: Mapping[str, Absent | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(module: nn.Module | Partial) -> Partial:
-        """A module that is whole is one of which nothing is absent."""
-        return module if isinstance(module, Partial) else Partial(module=module)
+    def of(module: nn.Module | PartialModule) -> PartialModule:
+        """A partial module as it is; a whole module as one of which nothing is absent."""
+        return module if isinstance(module, PartialModule) else PartialModule(module=module)
 
 
 @dataclass(kw_only=True)
 class Described:
-    """What this worker has to save: a tree with a ``Ref`` for each tensor, and what it holds of each."""
+    """Description of what this worker saves: a tree with a ``Ref`` for each tensor, and the parts it holds of each.
+
+    ``tied`` leads from second names to first ones; ``frozen`` and ``buffers`` are names in the model.
+    """
 
     tree: dict[str, Any] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
-    leading: set[str] = field(default_factory=set)  # tensors of which the first worker's count
-    sampled: set[str] = field(default_factory=set)  # tensors that are copies, unless a script has cut them by hand
+    leading: set[str] = field(default_factory=set)  # tensors that may differ between workers: the first one's counts
+    # Parameters and slots. They are equal copies, unless a script has cut them by hand: samples are enough to tell.
+    sampled: set[str] = field(default_factory=set)
 
 
 def describe(tree: Mapping[str, Any]) -> Described:
-    """Names everything in a tree of modules, optimizers, objects with a state_dict, tensors and values.
+    """Describes a tree of modules, optimizers, objects with a state_dict, tensors and values.
+
+    Raises ``UsageError`` for a value that cannot be saved, and for two tensors of one name.
 
     >>> described = describe({"model": nn.Linear(2, 1), "step": 7})
     >>> sorted(described.held), described.tree["step"]
@@ -108,10 +114,11 @@ def clean(name: str) -> str:
 
 
 def parameter_names(tree: Any) -> dict[int, list[str]]:
-    """The names of all parameters of the modules in a tree, by the parameters' ids; a tied one has several."""
+    """The names of all parameters of the modules in a tree, by the parameters' ids; a tied parameter has several."""
     names: dict[int, list[str]] = {}
     for module in (part.module for part in _modules(tree)):
-        # The state_dict first: until then FSDP2 may have other parameters in the module than the optimizer has.
+        # tensors_of first: it calls state_dict, and until then FSDP2 may have other parameters in the module than
+        # the optimizer has.
         for name, value in (*tensors_of(module).items(), *unwrap(module).named_parameters(remove_duplicate=False)):
             if isinstance(value, nn.Parameter) and clean(name) not in names.setdefault(id(value), []):
                 names[id(value)].append(clean(name))
@@ -119,13 +126,13 @@ def parameter_names(tree: Any) -> dict[int, list[str]]:
 
 
 def absent_in(tree: Any) -> frozenset[int]:
-    """The ids of the tensors that the modules in a tree have no values of."""
+    """The ids of the tensors that are absent in the modules of a tree."""
     return frozenset(id(one.tensor) for part in _modules(tree) for one in part.absent.values() if one is not None)
 
 
-def _modules(tree: Any) -> Iterator[Partial]:
-    if isinstance(tree, nn.Module | Partial):
-        yield Partial.of(tree)
+def _modules(tree: Any) -> Iterator[PartialModule]:
+    if isinstance(tree, nn.Module | PartialModule):
+        yield PartialModule.of(tree)
     elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from _modules(value)
@@ -135,7 +142,10 @@ def _modules(tree: Any) -> Iterator[Partial]:
 
 
 def names_in(optimizer: Optimizer, names: Mapping[int, Sequence[str]]) -> list[list[str | int]]:
-    """What each group's parameters are called: by their module, by themselves, or by number as torch does."""
+    """The names of each group's parameters: from their module, from ``param_names``, or numbers as torch gives them.
+
+    Raises ``UsageError`` if only some have names, or two have the same.
+    """
     keys: list[list[str | int]] = []
     number = 0
     for group in optimizer.param_groups:
@@ -155,10 +165,10 @@ def names_in(optimizer: Optimizer, names: Mapping[int, Sequence[str]]) -> list[l
 
 
 def memory_of(tensor: torch.Tensor | Absent) -> tuple[Any, ...] | None:
-    """Equal for two tensors that are the same memory; None where there is none.
+    """A key that is equal for two tensors in the same memory; None for a tensor without memory.
 
-    A DTensor is known by itself: whether it has memory differs between workers, and what is one tensor on
-    one of them must be one on all. So is one that is absent: what stands in for it may stand in for others too.
+    A DTensor is its own key: whether it has memory differs between workers, but all of them must agree on which
+    tensors are one. So is an absent tensor: its stand-in may stand in for others too.
     """
     if isinstance(tensor, Absent):
         return (id(tensor.tensor),)
@@ -171,22 +181,25 @@ def memory_of(tensor: torch.Tensor | Absent) -> tuple[Any, ...] | None:
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Whether groups and slots are all there is to it; others know better how to save themselves."""
+    """Whether an optimizer is saved as groups and slots; one with a ``state_dict`` of its own saves itself."""
     kind = type(optimizer)
     return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
 
 
 class _Walker:
+    """Walks through a tree and collects a description of it."""
+
     def __init__(self, names: Mapping[int, Sequence[str]], absent: Collection[int]) -> None:
         self.names = names
         self.absent = absent
         self.out = Described()
-        self._seen: dict[tuple[Any, ...], tuple[str, Any]] = {}  # also keeps what is seen alive
+        self._seen: dict[tuple[Any, ...], tuple[str, Any]] = {}  # keeps the tensors alive, too: ids are reused
         self._sampled = False
 
     def walk(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, nn.Module | Partial):
-            return self._module(Partial.of(value), path)
+        """A value of the tree as it is saved, with a ``Ref`` in the place of each tensor."""
+        if isinstance(value, nn.Module | PartialModule):
+            return self._module(PartialModule.of(value), path)
         if isinstance(value, Optimizer) and is_plain(value):
             return self._optimizer(value, path)
         if isinstance(value, torch.Tensor | Absent):
@@ -225,7 +238,7 @@ class _Walker:
             self._seen[memory] = (name, tensor)
         return Ref(name=name)
 
-    def _module(self, part: Partial, path: tuple[Any, ...]) -> dict[str, Any]:
+    def _module(self, part: PartialModule, path: tuple[Any, ...]) -> dict[str, Any]:
         section: dict[str, Any] = {}
         for name, value in tensors_of(part.module).items():
             if name in part.absent and part.absent[name] is None:
@@ -233,7 +246,7 @@ class _Walker:
             self._sampled = isinstance(value, nn.Parameter)
             section[name] = ref = self.walk(part.absent.get(name, value), (*path, name))
             self._sampled = False
-            if isinstance(ref, Ref) and ref.name != name_of((*path, name)):
+            if isinstance(ref, Ref) and ref.name != name_of((*path, name)):  # the memory was seen under another name
                 first = next((n for n, other in section.items() if other == ref), None)
                 if first not in (None, name):
                     self.out.tied[name] = str(first)
@@ -256,7 +269,7 @@ class _Walker:
         for group, called in zip(optimizer.param_groups, keys, strict=True):
             for p, key in zip(group["params"], called, strict=True):
                 if p in optimizer.state and id(p) not in self.absent:
-                    # An optimizer may keep what belongs to its shard of a parameter in tensors that do not say so.
+                    # Slots of a sharded parameter may be plain tensors that differ between workers: no samples.
                     self._sampled = not isinstance(p, DTensor)
                     state[key] = self.walk(optimizer.state[p], (*path, "state", key))
                     self._sampled = False
@@ -265,7 +278,7 @@ class _Walker:
         return {"state": state, "param_groups": groups}
 
     def _settings(self, value: Any, path: tuple[Any, ...]) -> Any:
-        """Tensors among a group's settings are named by their content: equal ones are one, on all workers."""
+        """Settings of a group. A tensor among them is named by its content: equal ones are one on all workers."""
         if isinstance(value, dict):
             return {key: self._settings(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):

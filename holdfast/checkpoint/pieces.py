@@ -1,4 +1,4 @@
-"""Boxes of logical tensors, and where their bytes lie: what every format is translated into.
+"""The vocabulary of all formats: boxes of logical tensors, and where their bytes lie.
 
 A checkpoint of any format is a *catalogue*: logical tensors (name, shape, dtype), each made of pieces; a
 piece is a box of the tensor and an array of bytes in a file. Nothing here opens a file.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 Shape = tuple[int, ...]
+NUMPY = "__numpy__"  # the only key of a dict in the tree that stands for a numpy array: its value is the tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +31,11 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both cover; None if that is nothing. A scalar's box meets another scalar's."""
+        """The box that both cover; None if they have nothing in common. Boxes of scalars are equal."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -42,11 +44,11 @@ class Box:
         return None if any(n <= 0 for n in shape) else Box(offset=offset, shape=shape)
 
     def relative_to(self, outer: Box) -> Box:
-        """The same elements, counted from the corner of ``outer``."""
+        """The same elements, counted from the first corner of ``outer``."""
         return Box(offset=tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), shape=self.shape)
 
     def without(self, hole: Box) -> list[Box]:
-        """What is left of this box when a box inside it is taken out.
+        """Boxes that cover this one except a box inside of it.
 
         >>> [b.offset for b in Box(offset=(0, 0), shape=(2, 4)).without(Box(offset=(1, 1), shape=(1, 2)))]
         [(0, 0), (1, 0), (1, 3)]
@@ -63,12 +65,31 @@ class Box:
         return left
 
     def slices(self) -> tuple[slice, ...]:
+        """The box as an index: ``tensor[box.slices()]``."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """The box that covers all of a tensor of a shape."""
     return Box(offset=(0,) * len(shape), shape=tuple(shape))
+
+
+def take_out(boxes: Sequence[Box], hole: Box) -> tuple[list[Box], list[Box]]:
+    """Parts of some boxes that lie inside of another box, and what is left of them without those.
+
+    >>> inside, left = take_out([Box(offset=(0,), shape=(4,))], Box(offset=(3,), shape=(9,)))
+    >>> inside[0].offset, left[0].shape
+    ((3,), (3,))
+    """
+    inside, left = [], []
+    for box in boxes:
+        common = box.intersect(hole)
+        if common is None:
+            left.append(box)
+        else:
+            inside.append(common)
+            left += box.without(common)
+    return inside, left
 
 
 def row_major(shape: Sequence[int]) -> Shape:
@@ -132,6 +153,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
+        """The size of its elements, without gaps."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -144,14 +166,14 @@ class Stored:
 
     @property
     def span(self) -> int:
-        """Bytes from the first element to the end of the last."""
+        """Bytes from the first element to the end of the last, with the gaps between."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         return (last + 1) * self.dtype.itemsize
 
     def part(self, box: Box) -> Stored:
-        """The array of a box inside this one."""
+        """The part of the array that a box inside of it covers."""
         skipped = sum(o * s for o, s in zip(box.offset, self.strides, strict=True))
         offset = self.offset + skipped * self.dtype.itemsize
         return Stored(file=self.file, offset=offset, dtype=self.dtype, shape=box.shape, strides=self.strides)
@@ -160,7 +182,7 @@ class Stored:
         """The same elements under another shape; only for a contiguous array."""
         assert self.is_contiguous, f"{self.file}: a strided array cannot be reshaped"
         assert math.prod(shape) == math.prod(self.shape)
-        return Stored(file=self.file, offset=self.offset, dtype=self.dtype, shape=shape, strides=row_major(shape))
+        return dense(file=self.file, offset=self.offset, dtype=self.dtype, shape=shape)
 
     def flat(self, start: int, stop: int, shape: Shape) -> Stored:
         """Elements [start, stop) of a contiguous array, seen under a shape."""
@@ -168,17 +190,22 @@ class Stored:
         return line.part(Box(offset=(start,), shape=(stop - start,))).reshaped(shape)
 
 
+def dense(*, file: str, offset: int, dtype: torch.dtype, shape: Shape) -> Stored:
+    """A row-major array without gaps."""
+    return Stored(file=file, offset=offset, dtype=dtype, shape=shape, strides=row_major(shape))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A box of a logical tensor and the array that holds it: ``stored.shape == box.shape``."""
+    """A box of a logical tensor, and the array of the same shape in a file that holds it."""
 
     box: Box
     stored: Stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A logical tensor. ``mean``: its pieces are values to be averaged, not parts and not copies."""
+class TensorEntry:
+    """A logical tensor and its pieces. ``mean``: each piece holds other values of all of it, to be averaged."""
 
     shape: Shape
     dtype: torch.dtype
@@ -187,13 +214,14 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """The size of its elements, without gaps."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def entry_of(stored: Stored) -> Entry:
-    """A logical tensor that one array holds whole."""
+def entry_of(stored: Stored) -> TensorEntry:
+    """The entry of a tensor that lies whole in one array."""
     piece = Piece(box=whole(stored.shape), stored=stored)
-    return Entry(shape=stored.shape, dtype=stored.dtype, pieces=(piece,))
+    return TensorEntry(shape=stored.shape, dtype=stored.dtype, pieces=(piece,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +232,7 @@ class Ref:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class File:
+class DataFile:
     """A data file: its length, the checksum of each block where the format has them, and who wrote it."""
 
     bytes: int
@@ -214,7 +242,7 @@ class File:
 
 @dataclass(kw_only=True)
 class Catalogue:
-    """What a checkpoint holds, whatever its format.
+    """The content of a checkpoint of any format, without its data.
 
     ``tree`` is what was saved, with a ``Ref`` for each tensor. A model is a dict of names. An optimizer is
     what ``torch.optim.Optimizer.state_dict`` gives, with names of parameters in the place of numbers where
@@ -228,9 +256,9 @@ class Catalogue:
 
     format: str
     root: Path
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, File] = field(default_factory=dict)
+    files: dict[str, DataFile] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -246,20 +274,29 @@ def name_of(path: Sequence[Any]) -> str:
     return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in path)
 
 
-def catalogue_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Replaces each ``Stored`` or ``Entry`` in nested dicts, lists and tuples by a ``Ref``, and collects them.
+def path_of(name: str) -> list[str]:
+    """The keys of the path whose name this is (as texts): the inverse of :func:`name_of`.
+
+    >>> path_of("model/a%2Fb")
+    ['model', 'a/b']
+    """
+    return [key.replace("%2F", "/").replace("%25", "%") for key in name.split("/")]
+
+
+def catalogue_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """Replaces each ``Stored`` or ``TensorEntry`` in nested dicts, lists and tuples by a ``Ref``, and collects them.
 
     >>> stored = Stored(file="a.bin", offset=0, dtype=torch.float32, shape=(2,), strides=(1,))
     >>> catalogue_tree({"model": {"w": stored}, "step": 3})[0]
     {'model': {'w': Ref(name='model/w')}, 'step': 3}
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
 
     def walk(node: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(node, Stored | Entry):
+        if isinstance(node, Stored | TensorEntry):
             name = name_of(path)
             assert name not in found, f"two tensors are named {name}"
-            found[name] = node if isinstance(node, Entry) else entry_of(node)
+            found[name] = node if isinstance(node, TensorEntry) else entry_of(node)
             return Ref(name=name)
         if isinstance(node, dict):
             return {key: walk(value, (*path, key)) for key, value in node.items()}

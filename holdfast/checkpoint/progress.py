@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than a moment, where somebody looks."""
+"""A progress bar for work that takes longer than a second, on terminals only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 from holdfast.checkpoint.disk import Progress, silent
 
-PATIENCE = 1.0  # seconds before a bar is worth showing
+PATIENCE = 1.0  # seconds; a bar for shorter work would only flicker
 
 
 @contextmanager
 def bar(title: str, total: int, *, show: bool = True) -> Iterator[Progress]:
-    """A function to call with the bytes done; shows a bar on a terminal if the work lasts.
+    """Shows a bar of ``total`` bytes if the work lasts; gives a function to call with the bytes done.
 
     >>> with bar("copying", 10, show=False) as progress:
     ...     progress(10)

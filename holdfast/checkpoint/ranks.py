@@ -1,4 +1,4 @@
-"""How the workers that save or load together tell each other what they have."""
+"""Communication between the ranks that save or load together."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _g
 from holdfast.errors import CheckpointError
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # for a rank that is alive and silent; one that dies is noticed at once
+TIMEOUT = timedelta(minutes=30)  # for a rank that is alive but silent, as while it writes; a dead one shows at once
 
 
 class Ranks(Protocol):
-    """Those who save together. All must call ``exchange`` equally often; it raises if somebody is lost."""
+    """The ranks that save or load together. All must call ``exchange`` equally often; it raises if one is lost."""
 
     rank: int
     size: int
 
     def exchange(self, text: bytes) -> list[bytes]:
-        """Everybody's text, in the order of the ranks."""
+        """The texts of all ranks, in the order of the ranks."""
 
 
 class Alone:
-    """A script without process groups.
+    """The only rank of a script without process groups.
 
     >>> Alone().exchange(b"mine")
     [b'mine']
@@ -38,30 +38,32 @@ class Alone:
     size = 1
 
     def exchange(self, text: bytes) -> list[bytes]:
+        """The text alone."""
         return [text]
 
 
 class Distributed:
     """The ranks of a ``torch.distributed`` group, over a Gloo group of their own.
 
-    Theirs alone, because a save in the background must not get between the script's collectives.
+    A group of their own, because messages of a save in the background must not mix with the script's collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         members = " ".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # Not new_group: among some of the ranks, it finds the others by the number of groups that each is in.
-        # Where that differs, as in a pipeline whose stages have meshes of their own, they would wait for ever.
+        # Not dist.new_group: it finds the other members by counting the groups that each rank has made. Where the
+        # counts differ, as in a pipeline whose stages have meshes of their own, the members would wait for ever.
         _made[members] += 1
         store = PrefixStore(f"holdfast/{members}/{_made[members]}", _get_default_store())
         # Collective: every member of the group has to come here together.
         self._group: Any = ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
 
     def exchange(self, text: bytes) -> list[bytes]:
+        """The texts of all ranks; ``CheckpointError`` if one is lost or silent for long."""
         try:
             return self._exchange(text)
-        except RuntimeError as e:  # what Gloo says when a connection breaks, or nobody speaks for long
+        except RuntimeError as e:  # Gloo's error for a broken connection and for a timeout
             raise CheckpointError(f"a rank was lost or does not answer: {e}") from e
 
     def _exchange(self, text: bytes) -> list[bytes]:
@@ -94,7 +96,10 @@ def current(group: dist.ProcessGroup | None = None) -> Ranks:
 
 
 def together(ranks: Ranks, doing: str, work: Callable[[], T]) -> T:
-    """Does the work here; if it fails anywhere, it fails everywhere, and nobody waits for the others.
+    """Does the work on every rank and returns its result; if it fails on one, it raises on all of them.
+
+    ``doing`` is a verb for the error of the others: "rank 1 could not save: …". Without this, the others would wait for
+    a rank that has left.
 
     >>> together(Alone(), "count", lambda: 1 + 1)
     2
@@ -102,7 +107,7 @@ def together(ranks: Ranks, doing: str, work: Callable[[], T]) -> T:
     error: BaseException | None = None
     try:
         result = work()
-    except BaseException as e:  # also Ctrl-C: the others must not wait for us
+    except BaseException as e:  # Ctrl-C, too: the others must not wait for this rank
         error = e
     text = "" if error is None else str(error) or repr(error)
     said = ranks.exchange(text.encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in one folder: which are there, which is the newest, which may go."""
+"""The series of checkpoints of one run, ``step-00000012`` and so on, in its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step.
+    """The folder of a step's checkpoint in the folder of its run.
 
     >>> folder_of(Path("runs"), 12).name
     'step-00000012'
@@ -28,13 +28,13 @@ def steps_in(root: Path) -> list[int]:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest complete checkpoint of a run's folder."""
+    """The newest complete checkpoint in a run's folder; None if there is none."""
     steps = steps_in(root)
     return folder_of(root, steps[-1]) if steps else None
 
 
 def to_delete(steps: Iterable[int], *, keep: int, keep_every: int | None) -> list[int]:
-    """Which checkpoints may go: all but the newest ``keep`` and each ``keep_every``-th step.
+    """The steps whose checkpoints may be deleted: all but the newest ``keep`` and each ``keep_every``-th step.
 
     >>> to_delete([10, 20, 30, 40], keep=2, keep_every=20)
     [10]
@@ -44,7 +44,7 @@ def to_delete(steps: Iterable[int], *, keep: int, keep_every: int | None) -> lis
 
 
 def delete(root: Path, step: int) -> None:
-    """Removes a checkpoint. The index goes first: half a deletion leaves litter, not half a checkpoint."""
+    """Deletes a step's checkpoint, its index first: an interrupted deletion leaves stray files, no half checkpoint."""
     folder = folder_of(root, step)
     if folder.is_dir():
         with explained(folder, "delete"):
@@ -54,7 +54,7 @@ def delete(root: Path, step: int) -> None:
 
 
 def clean(root: Path, *, before: int, idle: float = 0.0) -> None:
-    """Removes what saves of earlier steps that were not completed, and deletions, have left.
+    """Removes what interrupted saves and deletions of steps before ``before`` have left.
 
     Only where nothing has changed for ``idle`` seconds: another worker may be about to commit.
     """

@@ -1,4 +1,4 @@
-"""Carries a read out: a few threads take spans of files, check them, and copy out of them what is wanted."""
+"""Carries out a planned read: a few threads read spans of files, check them, and copy out of them what is wanted."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from holdfast.checkpoint.disk import (
     round_up,
 )
 from holdfast.checkpoint.pieces import Catalogue, Stored
+from holdfast.checkpoint.trees import some
 from holdfast.errors import CheckpointError
 
-FILES = 64  # open at a time: some formats have one for each tensor, and systems allow few
+FILES = 64  # open at a time: some formats have one for each tensor, and systems allow about a thousand
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """An array in a file, and the memory of the same shape that takes it; both seen as plain numbers."""
+    """An array in a file, and the memory of the same shape that takes it; both are seen as plain integers."""
 
     stored: Stored
     target: np.ndarray[Any, Any]
@@ -42,8 +43,8 @@ class Transfer:
 
 
 @dataclass(kw_only=True)
-class Span:
-    """Bytes [start, stop) of a file that are read at once, and what is copied out of them."""
+class FileSpan:
+    """Bytes [start, stop) of a file that are read at once, and the arrays that are copied out of them."""
 
     file: str
     start: int
@@ -51,33 +52,40 @@ class Span:
     transfers: list[Transfer] = field(default_factory=list)
 
 
-def carry_out(catalogue: Catalogue, spans: Sequence[Span], progress: Progress, threads: int) -> None:
-    """Reads every span and copies what is wanted out of it. Spans of a file must follow each other."""
-    for some in _few_files(spans):
-        with ExitStack() as stack:
-            files = _open_files(catalogue, some, stack)
+def carry_out(catalogue: Catalogue, spans: Sequence[FileSpan], progress: Progress, threads: int) -> None:
+    """Reads every span, checks it and copies what is wanted out of it.
 
-            def work(span: Span, files: Mapping[str, int] = files) -> None:
+    The spans of one file must follow each other. With one thread, the last block is kept for the next call, for
+    readers that stream. Raises ``CheckpointError`` for a damaged block.
+    """
+    for batch in _few_files(spans):
+        with ExitStack() as stack:
+            files = _open_files(catalogue, batch, stack)
+
+            def work(span: FileSpan, files: Mapping[str, int] = files) -> None:
                 _read(catalogue, span, files[span.file], streaming=threads == 1)
                 progress(sum(t.stored.nbytes for t in span.transfers))
 
-            in_parallel(work, some, threads)
+            in_parallel(work, batch, threads)
 
 
-def _few_files(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    some: list[Span] = []
+def _few_files(spans: Sequence[FileSpan]) -> Iterator[list[FileSpan]]:
+    batch: list[FileSpan] = []
     names: set[str] = set()
     for span in spans:
         if span.file not in names and len(names) == FILES:
-            yield some
-            some, names = [], set()
-        some.append(span)
+            yield batch
+            batch, names = [], set()
+        batch.append(span)
         names.add(span.file)
-    yield some
+    yield batch
 
 
-def _open_files(catalogue: Catalogue, spans: Sequence[Span], stack: ExitStack) -> Mapping[str, int]:
-    """Past the page cache, which our own files never were in; others' may be in it, having just been written."""
+def _open_files(catalogue: Catalogue, spans: Sequence[FileSpan], stack: ExitStack) -> Mapping[str, int]:
+    """Opens files for reading, past the page cache if their bytes are not in it.
+
+    Our own files are written past the cache and never are in it; those of other programs may be.
+    """
     files = {}
     for name, group in groupby(spans, key=lambda span: span.file):
         path, wanted = catalogue.root / name, list(group)
@@ -92,9 +100,9 @@ def _open_files(catalogue: Catalogue, spans: Sequence[Span], stack: ExitStack) -
 
 
 class _Recent(threading.local):
-    """The block that this thread has checked last: small tensors that are streamed one by one share it."""
+    """The span that this thread has checked last: small tensors that are streamed one by one share it."""
 
-    catalogue: Catalogue | None = None  # itself, not its id: that could be another's one day
+    catalogue: Catalogue | None = None  # the object, not its id, which may be reused
     span: tuple[str, int, int]
     data: Bytes
 
@@ -102,7 +110,7 @@ class _Recent(threading.local):
 _recent = _Recent()
 
 
-def _read(catalogue: Catalogue, span: Span, fd: int, *, streaming: bool) -> None:
+def _read(catalogue: Catalogue, span: FileSpan, fd: int, *, streaming: bool) -> None:
     size = span.stop - span.start
     key = (span.file, span.start, span.stop)
     if streaming and _recent.catalogue is catalogue and _recent.span == key:
@@ -120,13 +128,13 @@ def _read(catalogue: Catalogue, span: Span, fd: int, *, streaming: bool) -> None
             _recent.catalogue, _recent.span, _recent.data = catalogue, key, buffer[:size].copy()
 
 
-def _copy_all_out(span: Span, data: Bytes) -> None:
+def _copy_all_out(span: FileSpan, data: Bytes) -> None:
     for transfer in span.transfers:
         _copy_out(transfer, data, span.start)
 
 
-def check_blocks(catalogue: Catalogue, span: Span, data: Bytes) -> None:
-    """Refuses a block that is not what was written."""
+def check_blocks(catalogue: Catalogue, span: FileSpan, data: Bytes) -> None:
+    """Raises ``CheckpointError`` for a block that does not match its checksum, with the tensors in it."""
     sums = catalogue.files[span.file].checksums
     if sums is None:
         return
@@ -147,7 +155,7 @@ def _names_in(catalogue: Catalogue, file: str, start: int, stop: int) -> str:
         for piece in entry.pieces
         if piece.stored.file == file and piece.stored.offset < stop and piece.stored.offset + piece.stored.span > start
     ]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "the header"
+    return some(names) or "the header"
 
 
 def _copy_out(transfer: Transfer, buffer: Bytes, start: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks every byte of a checkpoint, and finds everything that is wrong with it, not only the first."""
+"""Checks every byte of a checkpoint, and lists everything that is wrong with it, not only the first error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint import index, series
-from holdfast.checkpoint.cover import gaps, overlaps
+from holdfast.checkpoint.coverage import gaps, overlaps
 from holdfast.checkpoint.disk import (
     BLOCK,
     BUFFERS,
@@ -26,17 +26,17 @@ from holdfast.checkpoint.disk import (
     read_exactly,
     silent,
 )
-from holdfast.checkpoint.facts import box_text, bytes_of, some
 from holdfast.checkpoint.formats import open_checkpoint
-from holdfast.checkpoint.pieces import Box, Catalogue, File, Piece, entry_of
-from holdfast.checkpoint.read import read_range
-from holdfast.checkpoint.records import Unreadable, Zone, crc_of, zones_of
+from holdfast.checkpoint.formats.zip_records import Unreadable, Zone, crc_of, zones_of
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, entry_of
+from holdfast.checkpoint.tensor_reader import read_range
+from holdfast.checkpoint.trees import box_text, bytes_of, some
 from holdfast.errors import CheckpointError, HoldfastError
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Damage:
-    """Something that is not as it was written: where, what, and which tensors lie there."""
+    """A damaged place: bytes [start, stop) of a file, what is wrong, and the tensors that lie there."""
 
     file: str
     start: int = 0
@@ -45,12 +45,17 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name) for name in ("file", "start", "stop", "what")}, "tensors": [*self.tensors]}
+        """The fields as plain values."""
+        return {**vars(self), "tensors": [*self.tensors]}
 
 
 @dataclass(kw_only=True)
-class Verdict:
-    """What was checked and how, what is damaged, and what could not be checked."""
+class VerifyResult:
+    """The result of a check.
+
+    ``bytes`` were read; ``checked`` counts blocks, records and copies that were compared; ``unchecked`` says in words
+    what has no checksum.
+    """
 
     damaged: list[Damage] = field(default_factory=list)
     bytes: int = 0
@@ -59,15 +64,20 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
+        """Whether no damage was found."""
         return not self.damaged
 
     def to_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
         shown = {"ok": self.ok, "bytes": self.bytes, "checked": self.checked, "unchecked": self.unchecked}
         return {**shown, "damaged": [one.to_json() for one in self.damaged]}
 
 
 def open_to_verify(path: Path, open: Callable[[], Catalogue] | None = None) -> Catalogue:
-    """As ``open_checkpoint``, but files of ours that are missing or too short are left for :func:`verify` to find."""
+    """Opens a checkpoint as ``open_checkpoint`` does, but leaves missing and short data files to :func:`verify`.
+
+    ``open`` replaces ``open_checkpoint(path)``. Raises ``CheckpointError`` if the index itself is damaged.
+    """
     try:
         return open() if open is not None else open_checkpoint(path)
     except CheckpointError as error:
@@ -84,13 +94,15 @@ def open_to_verify(path: Path, open: Callable[[], Catalogue] | None = None) -> C
 
 
 def work_of(catalogue: Catalogue) -> int:
-    """How many bytes :func:`verify` will read."""
+    """The number of bytes that :func:`verify` will read."""
     twice = sum(2 * box.numel * a.stored.dtype.itemsize for _, a, _, box in _all_copies(catalogue))
     return bytes_of(catalogue) + twice
 
 
-def verify(catalogue: Catalogue, *, progress: Progress = silent, threads: int = THREADS) -> Verdict:
-    """Reads everything once, and copies that must be equal once more.
+def verify(catalogue: Catalogue, *, progress: Progress = silent, threads: int = THREADS) -> VerifyResult:
+    """Checks a checkpoint: reads everything once, and pieces that must be equal once more.
+
+    ``progress`` is called with the bytes read. Damage is in the result, not an error.
 
     >>> import tempfile, torch
     >>> from holdfast.checkpoint import save
@@ -108,38 +120,40 @@ def verify(catalogue: Catalogue, *, progress: Progress = silent, threads: int = 
 
 
 class _Check:
+    """One check of a catalogue, while it goes on."""
+
     def __init__(self, catalogue: Catalogue, progress: Progress, threads: int) -> None:
         self.catalogue = catalogue
         self.progress = progress
         self.threads = threads
-        self.verdict = Verdict()
+        self.verdict = VerifyResult()
         self._lock = threading.Lock()
         self._places = _places(catalogue)
         self._unchecked: dict[str, list[str]] = {}
 
     def coverage(self) -> None:
-        """Every element of a tensor must lie somewhere."""
+        """Notes elements of tensors that no piece holds."""
         for name, entry in self.catalogue.tensors.items():
             for gap in gaps(entry):
                 self._damaged("", what=f"no file holds {box_text(gap)} of {name}", tensors=[name])
 
     def files(self) -> None:
-        """Every byte of every file, block by block or record by record."""
+        """Reads every file, block by block (ours) or record by record (zips)."""
         work = [(name, zone) for name, file in self.catalogue.files.items() for zone in self._zones_of(name, file)]
         in_parallel(lambda item: self._zone(*item), work, self.threads)
         for reason, names in self._unchecked.items():
             self.verdict.unchecked.append(f"{some(names)}: {reason}")
 
     def copies(self) -> None:
-        """What is declared to be the same must be."""
+        """Compares pieces that hold the same elements."""
         pairs = [*_all_copies(self.catalogue)]
         in_parallel(lambda pair: self._compare(*pair), pairs, self.threads)
         self._checked("copy", len(pairs))
 
     # --- files ---
 
-    def _zones_of(self, name: str, file: File) -> list[Zone]:
-        """What to read of a file, after a look at its length."""
+    def _zones_of(self, name: str, file: DataFile) -> list[Zone]:
+        """The zones of a file to read, after a look at its length."""
         try:
             with self._opened(name) as fd:
                 actual = os.fstat(fd).st_size
@@ -151,7 +165,7 @@ class _Check:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """Only while it is read: a checkpoint may have more files than a process may open."""
+        """Opens a file only while it is read: a checkpoint may have more files than a process may open."""
         path = self.catalogue.root / name
         ours = self.catalogue.files[name].checksums is not None
         fd = open_direct(path, os.O_RDONLY) if ours else os.open(path, os.O_RDONLY)
@@ -160,18 +174,18 @@ class _Check:
         finally:
             os.close(fd)
 
-    def _length(self, name: str, file: File, actual: int) -> None:
+    def _length(self, name: str, file: DataFile, actual: int) -> None:
         if actual < file.bytes:
             sure = actual if file.checksums is None else actual // BLOCK * BLOCK  # half a block cannot be checked
             self._damaged(name, sure, file.bytes, f"ends at byte {actual:,}, it was written with {file.bytes:,}")
         elif actual > file.bytes:
             self._damaged(name, file.bytes, actual, f"is {actual - file.bytes:,} bytes longer than it was written")
 
-    def _blocks(self, file: File, actual: int) -> list[Zone]:
+    def _blocks(self, file: DataFile, actual: int) -> list[Zone]:
         ends = {at: min(at + BLOCK, file.bytes) for at in blocks_of(file.bytes)}
         return [Zone(start=start, stop=stop) for start, stop in ends.items() if stop <= actual]
 
-    def _records(self, name: str, file: File, fd: int) -> list[Zone]:
+    def _records(self, name: str, file: DataFile, fd: int) -> list[Zone]:
         zones = zones_of(fd, file.bytes)
         if any(zone.crc is None for zone in zones):
             reason = "read to the end, but the file has no checksums"
@@ -212,7 +226,7 @@ class _Check:
     # --- copies ---
 
     def _compare(self, name: str, a: Piece, b: Piece, box: Box) -> None:
-        """Two pieces of a tensor, as two tensors of their own."""
+        """Compares a box in two pieces of a tensor, as if each piece were a tensor of its own."""
         parts = [piece.stored.part(box.relative_to(piece.box)) for piece in (a, b)]
         pair = replace(self.catalogue, tensors={side: entry_of(part) for side, part in zip("ab", parts, strict=True)})
         size = parts[0].dtype.itemsize
@@ -226,7 +240,7 @@ class _Check:
                     read_range(pair, "a", start, stop, left[:used])
                     read_range(pair, "b", start, stop, right[:used])
                 except CheckpointError:
-                    return  # the file is damaged, which has been said
+                    return  # the file is damaged, which has been noted already
                 unlike = np.not_equal(left[:used], right[:used]).reshape(-1, size).any(axis=1)
                 differing += int(unlike.sum())
                 self.progress(2 * used)
@@ -260,7 +274,7 @@ def _said(error: Exception) -> str:
 
 
 def _places(catalogue: Catalogue) -> Mapping[str, list[tuple[int, int, str]]]:
-    """Which bytes of each file belong to which tensor."""
+    """For each file, (start, stop, tensor) of the bytes that belong to tensors."""
     places: dict[str, list[tuple[int, int, str]]] = {}
     for name, entry in catalogue.tensors.items():
         for piece in entry.pieces:

@@ -56,7 +56,7 @@ def ls(
 ) -> None:
     """List the checkpoints in a folder and below it, complete or not."""
     from holdfast.checkpoint.listing import find
-    from holdfast.checkpoint.show import show_list
+    from holdfast.cli.ckpt_tables import show_list
     from holdfast.screen import Screen
 
     found = find(path)
@@ -77,12 +77,13 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, values, files and who wrote them. Reads no tensor."""
-    from holdfast.checkpoint.summary import matching, show, to_json
+    from holdfast.checkpoint.inspection import matching, to_json
+    from holdfast.cli.ckpt_tables import show_checkpoint
     from holdfast.screen import Screen
 
     catalogue = _open(path, format, rules)
     where = _shown(path, catalogue)
-    show(Screen(aside=as_json, everything=everything), catalogue, where, tensors)
+    show_checkpoint(Screen(aside=as_json, everything=everything), catalogue, where, tensors)
     if as_json:
         _print_json(to_json(catalogue, where, matching(catalogue, tensors)))
 
@@ -97,9 +98,9 @@ def verify(
 ) -> None:
     """Check every byte of a checkpoint, and name everything that is damaged. Exit code 4 if anything is."""
     from holdfast.checkpoint.progress import bar
-    from holdfast.checkpoint.show import show_verdict
     from holdfast.checkpoint.verify import open_to_verify, work_of
     from holdfast.checkpoint.verify import verify as check
+    from holdfast.cli.ckpt_tables import show_verdict
     from holdfast.screen import Screen
 
     catalogue = open_to_verify(path, lambda: _open(path, format, rules))
@@ -139,7 +140,7 @@ def diff(
     """
     from holdfast.checkpoint.diff import Comparison, parse_rename
     from holdfast.checkpoint.progress import bar
-    from holdfast.checkpoint.show import show_difference
+    from holdfast.cli.ckpt_tables import show_difference
     from holdfast.screen import Screen
 
     renames = [parse_rename(text) for text in rename or ()]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast import codec
-from holdfast.checkpoint.objects import Absent, Partial, clean
+from holdfast.checkpoint.objects import Absent, PartialModule, clean
 from holdfast.engine.holdings import Holdings
 from holdfast.engine.model import LayeredModel, Unit
 from holdfast.engine.names import Held, Named, Names
@@ -134,7 +134,7 @@ class State:
     def _sections(self, held: Held) -> dict[str, Any]:
         saved = self._names.saved(held)
         absent = {clean(name): _absent(one) for name, one in saved.items() if not one.held}
-        return {"model": Partial(module=self.model.module, absent=absent), "optimizer": self.update.optimizer}
+        return {"model": PartialModule(module=self.model.module, absent=absent), "optimizer": self.update.optimizer}
 
     def _transient(self, held: Held) -> dict[str, Any]:
         """Buffers that a module does not want to be saved; a run that goes on exactly needs them all the same."""

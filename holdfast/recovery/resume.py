@@ -16,7 +16,7 @@ from typing import Any, Literal
 from holdfast.checkpoint import index, series
 from holdfast.checkpoint.disk import explained, make_folder
 from holdfast.checkpoint.formats import recognise
-from holdfast.checkpoint.load import Filler
+from holdfast.checkpoint.loading import Filler
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.ranks import Alone, Ranks, together
 from holdfast.cluster.events import Events

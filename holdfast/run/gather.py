@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.disk import BLOCK, Bytes, blocks_of, sync_folder, write_blocks
-from holdfast.checkpoint.write import Array, Image, array_of
+from holdfast.checkpoint.safetensors_writer import Array, Image, array_of
 from holdfast.cluster import tags
 from holdfast.cluster.group import Group
 from holdfast.cluster.texts import Texts

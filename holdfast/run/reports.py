@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from holdfast.checkpoint import index
-from holdfast.checkpoint.save import Report, Save, read_report, write_report
+from holdfast.checkpoint.saving import Save, WriteReport, read_report, write_report
 from holdfast.errors import CheckpointError
 
 PATIENCE = 3.0  # seconds for a report that was written to be seen through a network's file system
 FAILED = b"failed"
 
 
-def post(save: Save, report: Report | None) -> None:
+def post(save: Save, report: WriteReport | None) -> None:
     """Leaves this worker's report beside its data, or the word that there will be none."""
     target = save.path / index.report_name(save.id, save.ranks.rank)
     unfinished = target.with_suffix(".unfinished")
@@ -36,7 +36,7 @@ def collect(
     *,
     alive: Callable[[], Collection[str]],
     everywhere: threading.Event,
-) -> list[Report]:
+) -> list[WriteReport]:
     """All reports, in the order of the ranks. Does not wait for one that cannot come any more.
 
     None will come from a worker that is lost, nor from anybody once it is known that all have written

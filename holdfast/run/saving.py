@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from holdfast.checkpoint import index, series
 from holdfast.checkpoint.background import Work
-from holdfast.checkpoint.save import Report, Save
-from holdfast.checkpoint.write import Staged
+from holdfast.checkpoint.safetensors_writer import StagedImage
+from holdfast.checkpoint.saving import Save, WriteReport
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
@@ -52,7 +52,7 @@ class Saver(Resumer):
         self._taken: list[int] = []  # checkpoints that may be durable by now, and let go of what was logged before them
         self.costs = save_interval.SaveCosts()
         self._born = time.monotonic()
-        self._staged = Staged()
+        self._staged = StagedImage()
         self._members: list[str] = []  # who writes the snapshot that is staged
         self._save: Save | None = None
         self._works: list[Work] = []
@@ -188,7 +188,7 @@ class Saver(Resumer):
         except Exception as e:
             self._complain(step, e)
 
-    def _commit(self, save: Save, step: int, reports: Sequence[Report]) -> None:
+    def _commit(self, save: Save, step: int, reports: Sequence[WriteReport]) -> None:
         faults.point("commit")
         save.details["seconds"] = self._seconds()
         save.commit(reports)

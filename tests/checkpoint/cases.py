@@ -12,9 +12,9 @@ import pytest
 import torch
 import xxhash
 
-from holdfast.checkpoint import disk, index, read, save, transfer, write
+from holdfast.checkpoint import disk, index, safetensors_writer, save, tensor_reader, transfer
 from holdfast.checkpoint.formats import open_checkpoint
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Stored, row_major
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Stored, TensorEntry, row_major
 from holdfast.errors import CheckpointError
 
 SMALL = 4 * disk.ALIGN
@@ -26,10 +26,10 @@ Change = Callable[[dict[str, Any]], None]
 def blocks(size: int = SMALL, span: int | None = None) -> Iterator[None]:
     """Small blocks: many cases for few bytes. The constants are imported by name, so each place has its own."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (disk, write, read, transfer, index):
+        for module in (disk, safetensors_writer, tensor_reader, transfer, index):
             patch.setattr(module, "BLOCK", size)
-        patch.setattr(read, "SPAN", span or 2 * size)
-        patch.setattr(read, "CHUNK", 16 * size)
+        patch.setattr(tensor_reader, "SPAN", span or 2 * size)
+        patch.setattr(tensor_reader, "CHUNK", 16 * size)
         yield
 
 
@@ -50,14 +50,17 @@ def tree_of(seed: int, elements: int = 9000) -> Tree:
 def content(path: Path) -> Tree:
     """Everything in a checkpoint: its values, and its tensors as bytes."""
     catalogue = open_checkpoint(path)
-    found: Tree = {name: write.bytes_of(read.read_tensor(catalogue, name)).tobytes() for name in catalogue.tensors}
+    found: Tree = {
+        name: safetensors_writer.bytes_of(tensor_reader.read_tensor(catalogue, name)).tobytes()
+        for name in catalogue.tensors
+    }
     return {**found, "step": catalogue.tree["step"]}
 
 
 def content_of(tree: Tree) -> Tree:
     """What :func:`content` should find."""
     tensors = {**{f"model/{name}": t for name, t in tree["model"].items()}, "rng": tree["rng"]}
-    return {**{name: write.bytes_of(t).tobytes() for name, t in tensors.items()}, "step": tree["step"]}
+    return {**{name: safetensors_writer.bytes_of(t).tobytes() for name, t in tensors.items()}, "step": tree["step"]}
 
 
 def settle() -> None:
@@ -81,9 +84,9 @@ def in_two_files(folder: Path, seed: int = 1) -> torch.Tensor:
     identity, files, pieces = index.new_id(), {}, []
     for rank, rows in enumerate((whole[:3], whole[3:])):
         name = index.data_name(identity, rank)
-        array = write.array_of(f"w@{3 * rank},0", rows)
-        written = write.write_safetensors(folder / name, [array])
-        files[name] = File(bytes=written.bytes, checksums=written.checksums, writer=f"rank {rank}")
+        array = safetensors_writer.array_of(f"w@{3 * rank},0", rows)
+        written = safetensors_writer.write_safetensors(folder / name, [array])
+        files[name] = DataFile(bytes=written.bytes, checksums=written.checksums, writer=f"rank {rank}")
         stored = Stored(
             file=name,
             offset=written.offsets[array.name],
@@ -92,7 +95,7 @@ def in_two_files(folder: Path, seed: int = 1) -> torch.Tensor:
             strides=row_major((3, 2000)),
         )
         pieces.append(Piece(box=Box(offset=(3 * rank, 0), shape=(3, 2000)), stored=stored))
-    entry = Entry(shape=(6, 2000), dtype=whole.dtype, pieces=tuple(pieces))
+    entry = TensorEntry(shape=(6, 2000), dtype=whole.dtype, pieces=tuple(pieces))
     tree = {"w": Ref(name="w"), "step": seed}
     index.commit(Catalogue(format="holdfast", root=folder, tensors={"w": entry}, tree=tree, files=files), identity)
     return whole

@@ -133,10 +133,11 @@ def calls_of(root: Path, work: Callable[[], None]) -> list[Call]:
 
 
 def kills_of(root: Path, calls: Sequence[Call]) -> Iterator[Kill]:
-    """Every way to be killed during these calls."""
+    """Every way to be killed during these calls; between two of them nothing on the disk changes."""
     for number, call in enumerate(calls, 1):
-        for when in ("before", "half", "after") if call.name in ("pwrite", "write") else ("before", "after"):
+        for when in ("before", "half") if call.name in ("pwrite", "write") else ("before",):
             yield Kill(root=root, at=number, when=when)
+    yield Kill(root=root, at=len(calls), when="after")
 
 
 # --- without power ------------------------------------------------------------------------------------

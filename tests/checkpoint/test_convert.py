@@ -111,7 +111,7 @@ def test_cast_rounds_the_models_floats_alone(source: Path, tmp_path: Path) -> No
     for name, tensor in into["model"].items():
         assert torch.equal(tensor, expected[name].bfloat16() if expected[name].is_floating_point() else expected[name])
     assert into["optimizer"]["state"]["layer.weight"]["exp_avg"].dtype == torch.float32
-    with pytest.raises(UsageError, match="--dtype int3 is not known"):
+    with pytest.raises(UsageError, match="int3"):
         cast(open_checkpoint(source), "int3")
 
 
@@ -120,7 +120,7 @@ def test_sections(source: Path, tmp_path: Path) -> None:
     part = open_checkpoint(tmp_path / "part")
     assert list(part.tree) == ["model", "step"]
     assert all(name.startswith("model/") for name in part.tensors)
-    with pytest.raises(CheckpointError, match="has no section 'ema'"):
+    with pytest.raises(CheckpointError, match="'ema'"):
         select(open_checkpoint(source), ["ema"])
 
 
@@ -135,7 +135,7 @@ def test_what_a_format_cannot_hold(source: Path) -> None:
     assert left_behind(catalogue, "hf") == ["optimizer (12 tensors)", "step", "data", marks]
     with pytest.raises(CheckpointError, match="has no model"):
         left_behind(select(catalogue, ["step"]), "hf")
-    with pytest.raises(UsageError, match="no writer for 'megatron'"):
+    with pytest.raises(UsageError, match="'megatron'"):
         left_behind(catalogue, "megatron")
 
 
@@ -213,7 +213,7 @@ def test_values_that_our_index_cannot_hold(source: Path, tmp_path: Path) -> None
 
 def test_what_is_there_is_not_replaced_unless_asked(source: Path, tmp_path: Path) -> None:
     convert.convert(open_checkpoint(source), tmp_path / "b", "holdfast")
-    with pytest.raises(UsageError, match=r"b exists already \(--overwrite"):
+    with pytest.raises(UsageError, match="--overwrite"):
         convert.convert(open_checkpoint(source), tmp_path / "b", "hf")
     save(tmp_path / "other", {"model": {"w": torch.ones(3)}})
     convert.convert(open_checkpoint(tmp_path / "other"), tmp_path / "b", "hf", overwrite=True)
@@ -261,15 +261,15 @@ def test_a_damaged_source_leaves_the_old_or_nothing(source: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More than 400 MB: one tensor of 200 MB, and others."""
+    """More than 240 MB: one tensor of 200 MB, and another one."""
     folder = tmp_path_factory.mktemp("large") / "a"
 
     def work() -> None:
-        tensors = {f"w{n}": torch.full((10 * MB,), n, dtype=torch.int32) for n in range(5)}
-        save(folder, {"model": {"large": torch.arange(50 * MB, dtype=torch.int32), **tensors}, "step": 1})
+        tensors = {"large": torch.arange(50 * MB, dtype=torch.int32), "other": torch.ones(10 * MB, dtype=torch.int32)}
+        save(folder, {"model": tensors, "step": 1})
 
     in_child(work)
-    assert sum(path.stat().st_size for path in folder.iterdir()) > 400_000_000
+    assert sum(path.stat().st_size for path in folder.iterdir()) > 240_000_000
     return folder
 
 
@@ -296,8 +296,20 @@ def test_a_checkpoint_larger_than_memory(large: Path, tmp_path: Path, to: str) -
 
     in_child(work)
     made = open_checkpoint(tmp_path / "b")
-    assert sum(entry.nbytes for entry in made.tensors.values()) > 400_000_000
+    assert sum(entry.nbytes for entry in made.tensors.values()) > 240_000_000
     assert verify(made).ok
+
+
+def test_a_foreign_file_larger_than_memory(tmp_path: Path) -> None:
+    in_child(lambda: torch.save({"w": torch.arange(50 * MB, dtype=torch.int32)}, tmp_path / "a.pt"))
+
+    def work() -> None:
+        cap(150 * MB)
+        convert.convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / "b", "hf")
+
+    in_child(work)
+    w = open_checkpoint(tmp_path / "b").tensors["model/w"]
+    assert w.nbytes == 200 * MB
 
 
 def test_comparing_and_checking_under_the_cap(large: Path) -> None:

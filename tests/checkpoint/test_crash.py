@@ -96,7 +96,7 @@ def changes_once(found: Sequence[str], before: str) -> bool:
 @pytest.mark.parametrize("work", [overwrite, overwrite_beside])
 def test_killed_while_replacing(tmp_path: Path, work: Work) -> None:
     found = [*sweep(tmp_path, an_old_one, work, and_then_save)]
-    assert len(found) > 40
+    assert len(found) > 20  # or the sweep has not seen the calls of a save
     assert changes_once(found, "old")
 
 

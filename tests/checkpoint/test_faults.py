@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint import async_save, disk, index, load, save, series, wait_for_saves, write
+from holdfast.checkpoint import async_save, disk, index, load, safetensors_writer, save, series, wait_for_saves
 from holdfast.errors import CheckpointError
 from tests.checkpoint.cases import (
     blocks,
@@ -353,8 +353,10 @@ def test_what_is_changed_after_the_snapshot_is_not_saved(tmp_path: Path, monkeyp
 
 
 def test_without_a_copy_it_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write.Staged, "take", lambda self, image: setattr(self, "image", image))
-    monkeypatch.setattr(write.Staged, "fill", lambda self, start, stop, out: self.image.fill(start, stop, out))
+    monkeypatch.setattr(safetensors_writer.StagedImage, "take", lambda self, image: setattr(self, "image", image))
+    monkeypatch.setattr(
+        safetensors_writer.StagedImage, "fill", lambda self, start, stop, out: self.image.fill(start, stop, out)
+    )
     assert mutated(tmp_path, monkeypatch)
 
 

@@ -20,9 +20,9 @@ import xxhash
 from torch import nn
 
 from holdfast.checkpoint import disk, index, save
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, File, Piece, Ref, Stored, row_major
-from holdfast.checkpoint.read import read_tensor
-from holdfast.checkpoint.write import DTYPES, PAIRS, array_of, bytes_of, write_safetensors
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Stored, TensorEntry, row_major
+from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS, array_of, bytes_of, write_safetensors
+from holdfast.checkpoint.tensor_reader import read_tensor
 from tests.checkpoint.cases import blocks, data_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
@@ -160,9 +160,9 @@ def test_boxes_of_all_kinds(tmp_path: Path, read: Read) -> None:
     catalogue = Catalogue(
         format="holdfast",
         root=tmp_path,
-        tensors={"cube": Entry(shape=(5, 6, 7), dtype=cube.dtype, pieces=pieces)},
+        tensors={"cube": TensorEntry(shape=(5, 6, 7), dtype=cube.dtype, pieces=pieces)},
         tree={"cube": Ref(name="cube")},
-        files={file: File(bytes=written.bytes, checksums=written.checksums)},
+        files={file: DataFile(bytes=written.bytes, checksums=written.checksums)},
     )
     index.commit(catalogue, identity)
     assert same(read(tmp_path)["cube"], cube)

@@ -1,4 +1,4 @@
-"""Every layout into every other and back, compared as raw bytes: by torch itself and by reading the files."""
+"""Layouts into each other and back, compared as raw bytes: by torch itself and by reading the files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from holdfast.checkpoint import load, open_checkpoint, save
-from holdfast.checkpoint.merge import is_optimizer
 from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
+from holdfast.checkpoint.trees import is_optimizer
 from tests.checkpoint.layouts import LAYOUTS, blank, content, differences, leaves, logical, trained, view
 from tests.checkpoint.world import world
 
-# There and back is both ways: a pair the other way round makes the same two conversions in the other order.
-COVERED = pytest.mark.thorough("the pair the other way round makes the same conversions")
+# A checkpoint is independent of its layout, so a ring through all layouts, there and back, loads and saves each of them
+# from another one; all with a single process, too. The other pairs make the same conversions in other combinations.
+OTHERS = pytest.mark.thorough("each layout is the source and the target of other pairs")
 PAIRS = [
-    pytest.param(a, b, id=f"{a}-{b}", marks=[COVERED] if first > second else [])
+    pytest.param(a, b, id=f"{a}-{b}", marks=[] if first == 0 or second == first + 1 else [OTHERS])
     for first, a in enumerate(LAYOUTS)
     for second, b in enumerate(LAYOUTS)
 ]

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint import async_save, disk, load, open_checkpoint, read, save
+from holdfast.checkpoint import async_save, disk, load, open_checkpoint, save, tensor_reader
 from holdfast.checkpoint.pieces import Box, whole
-from holdfast.checkpoint.read import Want, read_range, read_tensor
+from holdfast.checkpoint.tensor_reader import Want, read_range, read_tensor
 from tests.checkpoint.child import forget_peak, in_child, memory, say
 
 MB = 1 << 20
 SMALL, LARGE = (16 * MB // 4,), (4096, 75 * MB // 4 // 1024)  # 18 of 16 MB, one of 300 MB
 CAP = 200 * MB
 # What docs/checkpoint-format.md promises: buffers that are lent and lie idle, and what a cast goes through.
-DIRECT = 2 * disk.THREADS * disk.BLOCK + disk.THREADS * (read.SPAN + 2 * disk.BLOCK)
-CAST = DIRECT + 2 * read.CHUNK
+DIRECT = 2 * disk.THREADS * disk.BLOCK + disk.THREADS * (tensor_reader.SPAN + 2 * disk.BLOCK)
+CAST = DIRECT + 2 * tensor_reader.CHUNK
 NOISE = 24 * MB  # threads, modules that are loaded on the way
 
 
@@ -174,7 +174,7 @@ def test_loading_into_another_layout(folder: Path) -> None:
         target = torch.ones(LARGE[::-1], dtype=torch.int32).t()
         wants = [Want(name="large", box=whole(LARGE), out=target)]
         catalogue = open_checkpoint(folder)
-        say(str(peak_of(lambda: read.read(catalogue, wants))))
+        say(str(peak_of(lambda: tensor_reader.read(catalogue, wants))))
 
     assert int(in_child(work)) < DIRECT + NOISE
 

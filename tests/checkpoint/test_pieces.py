@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.pieces import (
     Box,
-    Entry,
     Ref,
     Stored,
+    TensorEntry,
     catalogue_tree,
     entry_of,
     flat_boxes,
@@ -205,7 +205,7 @@ def test_a_tree_gives_its_tensors_names_and_keeps_all_else() -> None:
 
 
 def test_entries_are_kept_as_they_are() -> None:
-    entry = Entry(shape=(2,), dtype=torch.int32, pieces=())
+    entry = TensorEntry(shape=(2,), dtype=torch.int32, pieces=())
     assert catalogue_tree({"w": entry})[1]["w"] is entry
 
 

@@ -14,7 +14,7 @@ from holdfast.checkpoint import convert, open_checkpoint, save
 from holdfast.checkpoint.disk import BLOCK
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.rules import Replicate, Rule, Rules
-from holdfast.checkpoint.verify import Verdict, open_to_verify, verify, work_of
+from holdfast.checkpoint.verify import VerifyResult, open_to_verify, verify, work_of
 from holdfast.errors import CheckpointError
 
 SIZE = 2 * BLOCK // 4  # elements of two blocks
@@ -43,7 +43,7 @@ def place(catalogue: Catalogue, name: str) -> tuple[Path, int]:
     return catalogue.root / stored.file, stored.offset
 
 
-def check(path: Path) -> Verdict:
+def check(path: Path) -> VerifyResult:
     return verify(open_to_verify(path))
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from holdfast.checkpoint import load, open_checkpoint, save, series
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.cluster.agent import Agent
 from tests.harness import TRAIN, Result, count_events, launch, until
 

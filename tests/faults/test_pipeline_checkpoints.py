@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint import load, open_checkpoint, save, series
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.cluster.agent import Agent
 from tests.faults.judge import STEPS, assert_same, kill, sweep, train
 from tests.faults.test_checkpoints import damage, logs, steps_of

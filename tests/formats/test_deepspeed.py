@@ -13,7 +13,7 @@ import torch
 
 from holdfast.checkpoint.formats import deepspeed, deepspeed_universal
 from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs of DeepSpeed
 SCRIPT = Path(__file__).with_name("make_deepspeed.py")

@@ -12,8 +12,8 @@ import torch
 
 from holdfast.checkpoint.formats import megatron, open_checkpoint, recognise
 from holdfast.checkpoint.pieces import Catalogue, Piece, entry_of
-from holdfast.checkpoint.read import read_tensor
 from holdfast.checkpoint.rules import Rules, copies
+from holdfast.checkpoint.tensor_reader import read_tensor
 
 JOBS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "pp": 1, "modern": True, "tied": False, "stacked": True, "half": True},

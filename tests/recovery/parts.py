@@ -13,8 +13,8 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from holdfast.checkpoint import open_checkpoint, save
 from holdfast.checkpoint.pieces import Catalogue
-from holdfast.checkpoint.read import read_tensor
 from holdfast.checkpoint.series import folder_of
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.cluster.texts import Texts
 from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.progress import Progress

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint import load, open_checkpoint, save
-from holdfast.checkpoint.objects import Absent, Partial, describe
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.objects import Absent, PartialModule, describe
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.engine.holdings import Holdings
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError, UsageError
@@ -90,7 +90,7 @@ def test_what_stands_in_for_tensors_that_are_elsewhere_may_be_in_one_place() -> 
     for p in module.parameters():
         p.data = nothing.expand(p.shape)
     absent = {name: Absent(tensor=p) for name, p in module.named_parameters()}
-    described = describe({"model": Partial(module=module, absent=absent)})
+    described = describe({"model": PartialModule(module=module, absent=absent)})
     assert len(described.held) == 4
     assert described.tied == {}
     assert not any(held.parts for held in described.held.values())

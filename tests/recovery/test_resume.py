@@ -80,7 +80,7 @@ def test_control_a_slot_that_is_lost_changes_the_outcome(tmp_path: Path) -> None
 
 def test_only_what_is_held_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     catalogue = save_parts(tmp_path, PARTS[0])
-    loading, wanted = importlib.import_module("holdfast.checkpoint.load"), []
+    loading, wanted = importlib.import_module("holdfast.checkpoint.loading"), []
     read = loading.read
 
     def counted(catalogue: Catalogue, wants: list[Any], **more: Any) -> None:

@@ -1,4 +1,9 @@
-"""The formats that can be read: each translates a checkpoint into a catalogue."""
+"""The formats that can be read. Each is a module that translates a checkpoint into a catalogue:
+
+- ``recognise(path)``: whether a path looks like one of its checkpoints; never raises
+- ``open(path)``, or ``open(path, rules)``: the catalogue; reads no tensor
+- ``write(catalogue, path, progress=…)``: only in modules that can write, see ``convert.TARGETS``
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,11 @@ from types import ModuleType
 from holdfast.checkpoint import series
 from holdfast.checkpoint.disk import explained
 from holdfast.checkpoint.pieces import Catalogue
-from holdfast.checkpoint.renaming import renamed
 from holdfast.checkpoint.rules import Rules
+from holdfast.checkpoint.rules.renaming import renamed
 from holdfast.errors import CheckpointError, UsageError
 
-# In the order in which they are tried: those with the most telling files first.
+# By the names that users give; tried in this order, formats with unmistakable files first.
 _MODULES = {
     "holdfast": "holdfast.checkpoint.index",
     "deepspeed-universal": "holdfast.checkpoint.formats.deepspeed_universal",
@@ -29,14 +34,14 @@ _MODULES = {
 
 
 def format_of(name: str) -> ModuleType:
-    """The module that reads a format, by the name users give it."""
+    """The module of a format, by the name users give it; ``UsageError`` for another name."""
     if name not in _MODULES:
         raise UsageError(f"there is no format {name!r}", hint=f"one of {', '.join(_MODULES)}")
     return import_module(_MODULES[name])
 
 
 def recognise(path: Path) -> str | None:
-    """The name of the format that a path looks like."""
+    """The name of the format that a path looks like; None if it looks like none."""
     return next((name for name in _MODULES if format_of(name).recognise(path)), None)
 
 
@@ -46,9 +51,11 @@ def open_checkpoint(
     format: str | None = None,
     rules: Rules | None = None,
 ) -> Catalogue:
-    """The catalogue of a checkpoint of any format; of a run's folder, its newest checkpoint.
+    """Opens a checkpoint of any format, without reading a tensor; of a run's folder, its newest checkpoint.
 
-    ``rules`` (see :mod:`holdfast.checkpoint.rules`) describe a layout that cannot be derived.
+    ``format`` is a key of ``_MODULES`` (default: the format that the path looks like). ``rules`` (see
+    :mod:`holdfast.checkpoint.rules`) describe a layout that cannot be derived. Returns a catalogue, which ``load`` and
+    the functions of this package take. Raises ``CheckpointError`` if there is no checkpoint or it is damaged.
     """
     place = Path(path).absolute()
     with explained(place, "read"):

@@ -1,4 +1,4 @@
-"""Where the parts of a ``torch.save`` stream lie, new (zip) or old, without reading any tensor.
+"""Finds where the parts of a ``torch.save`` stream lie, in the new form (zip) or the old, without reading a tensor.
 
 Both kinds store tensors uncompressed, so a storage is a range of bytes of the file.
 """
@@ -15,12 +15,26 @@ from typing import Any, BinaryIO
 
 from holdfast.errors import CheckpointError
 
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first thing pickled in a file of the old form
 DAMAGED = "it may be damaged; copy it again"
 
 
+ZIP = b"PK\x03\x04"  # begins each record of a zip
+ZIP_HEADER = 30  # bytes of a record's header before its name
+
+
+def header_length(begin: bytes) -> int | None:
+    """The length of a zip record's header, name and extra field, from its first 30 bytes; None if it is no header.
+
+    The zip's directory has these lengths, too, but those of the header may differ, and these count.
+    """
+    if len(begin) < ZIP_HEADER or begin[:4] != ZIP:
+        return None
+    return ZIP_HEADER + int.from_bytes(begin[26:28], "little") + int.from_bytes(begin[28:30], "little")
+
+
 class Window(io.RawIOBase):
-    """Some bytes of an open file, as a file of their own.
+    """Some bytes of an open file, as a read-only file of their own.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
@@ -53,7 +67,7 @@ class Window(io.RawIOBase):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class StorageSpan:
     """A range of bytes in the file (not in the window)."""
 
     offset: int
@@ -82,8 +96,8 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._records
 
-    def span(self, name: str) -> Span:
-        """Where a record's bytes are in the file."""
+    def span(self, name: str) -> StorageSpan:
+        """The bytes of a record in the file; ``CheckpointError`` if it is not there, compressed or cut off."""
         info = self._records.get(self._prefix + name)
         if info is None:
             raise CheckpointError(f"{self._where} has no record {name}", hint=DAMAGED)
@@ -91,17 +105,16 @@ class Archive:
             raise CheckpointError(
                 f"{self._where}: record {name} is compressed or encrypted", hint="unpack and zip it -0"
             )
-        header = self._bytes(info.header_offset, 30)  # the two lengths here may differ from the directory's
-        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        skip = header_length(self._bytes(info.header_offset, ZIP_HEADER))
+        if skip is None:
             raise CheckpointError(f"{self._where}: record {name} has no header", hint=DAMAGED)
-        skip = 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         offset = info.header_offset + skip
         if offset + info.file_size > self._length:
             raise CheckpointError(f"{self._where} is cut off inside record {name}", hint="copy it again")
-        return Span(offset=self._start + offset, length=info.file_size)
+        return StorageSpan(offset=self._start + offset, length=info.file_size)
 
     def read(self, name: str) -> bytes:
-        """A record's bytes. A wrong checksum is refused, unless torch was told not to compute them."""
+        """The bytes of a record; ``CheckpointError`` for a wrong checksum, unless torch was told to compute none."""
         span = self.span(name)
         data = self._bytes(span.offset - self._start, span.length)
         if not self._matches(name, data) and "version" in self:
@@ -120,9 +133,12 @@ class Archive:
 
 def legacy_spans(
     stream: BinaryIO, keys: Any, itemsizes: Mapping[str, int], *, start: int, length: int, where: str
-) -> Callable[[str], Span]:
-    """Where the storages of an old torch.save file lie: behind the pickles, each after its count of elements."""
-    spans: dict[str, Span] = {}
+) -> Callable[[str], StorageSpan]:
+    """A function from a storage's key to its bytes, for a torch.save file of the old form.
+
+    There the storages lie behind the pickles, each after its count of elements; ``stream`` stands before the first.
+    """
+    spans: dict[str, StorageSpan] = {}
     at = stream.tell()
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise CheckpointError(f"{where} does not list its storages", hint=DAMAGED)
@@ -133,10 +149,10 @@ def legacy_spans(
         size = int.from_bytes(stream.read(8), "little") * itemsizes[key]
         if at + 8 + size > length:
             raise CheckpointError(f"{where} is cut off inside storage {key}", hint="copy it again")
-        spans[key] = Span(offset=start + at + 8, length=size)
+        spans[key] = StorageSpan(offset=start + at + 8, length=size)
         at += 8 + size
 
-    def locate(key: str) -> Span:
+    def locate(key: str) -> StorageSpan:
         if key not in spans:
             raise CheckpointError(f"{where} has no storage {key}", hint=DAMAGED)
         return spans[key]

@@ -1,7 +1,7 @@
-"""From what people put into files to the one tree of a catalogue.
+"""Makes the tree of a foreign checkpoint canonical: usual names of sections, parameters by name, plain values.
 
 Scripts call their sections "model" or "state_dict", number parameters or name them, save a bare state_dict or
-wrap everything once more. Where that can be told for certain it is made the same; the rest stays as it was.
+wrap everything once more. What can be told for certain is made the same; the rest stays as it was.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 
 from holdfast.checkpoint.formats.files import files_of
 from holdfast.checkpoint.formats.pickled import Foreign
-from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, Stored, catalogue_tree, entry_of, name_of
+from holdfast.checkpoint.pieces import Catalogue, Ref, Stored, TensorEntry, catalogue_tree, entry_of, name_of
+from holdfast.checkpoint.trees import groups_of
 from holdfast.errors import CheckpointError
 
+# Names that scripts give to a section, by its canonical name.
 _SECTIONS = {
     "model": ("model", "state_dict", "model_state_dict"),
     "optimizer": ("optimizer", "optimizer_state_dict", "optim"),
@@ -27,7 +29,10 @@ Tree = dict[str, Any]
 
 
 def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path, read: Iterable[str] = ()) -> Catalogue:
-    """The catalogue of a tree with ``Stored`` or ``Entry`` leaves, after making it canonical; ``read``: its files."""
+    """The catalogue of a tree whose tensors are ``Stored`` or ``TensorEntry``, after making it canonical.
+
+    ``read`` are the files that were read for it, ``where`` what errors call the checkpoint.
+    """
     changed: list[str] = []
     made = canonical(tree, where=where, changed=changed)
     model: Tree = made["model"] if isinstance(made.get("model"), dict) else {}
@@ -48,7 +53,10 @@ def assemble(*, format: str, root: Path, tree: Mapping[Any, Any], where: Path, r
 
 
 def canonical(tree: Mapping[Any, Any], *, where: Path, changed: list[str] | None = None) -> Tree:
-    """Sections under their usual names, the optimizer by names, and plain values only, see :func:`plain`.
+    """A tree with sections under their usual names, the optimizer by names, and plain values only (:func:`plain`).
+
+    ``changed`` collects in words what has become something else. Raises ``CheckpointError`` if two sections could be
+    the model or the optimizer.
 
     >>> canonical({"model_state_dict": {}, "epoch": 3}, where=Path("a.pt"))
     {'model': {}, 'epoch': 3}
@@ -63,9 +71,9 @@ def canonical(tree: Mapping[Any, Any], *, where: Path, changed: list[str] | None
 
 
 def plain(value: Any, changed: list[str] | None = None, path: tuple[Any, ...] = ()) -> Any:
-    """What any format can keep: foreign objects as dicts, arrays and sets as lists, devices as texts.
+    """A value as any format can keep it: foreign objects as dicts, arrays and sets as lists, devices as texts.
 
-    ``changed`` collects what has become something else.
+    ``changed`` collects in words what has become something else.
 
     >>> said: list[str] = []
     >>> plain({"seen": {2, 1}, "x": 1 + 2j}, said), said[0]
@@ -103,7 +111,8 @@ def _key(key: Any) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    return isinstance(value, Stored | Entry)
+    """Whether a value of a tree that is being read stands for a tensor."""
+    return isinstance(value, Stored | TensorEntry)
 
 
 def _unwrapped(tree: Tree) -> Tree:
@@ -130,7 +139,10 @@ def _sections(tree: Tree, where: Path) -> Tree:
 
 
 def _with_model(tree: Tree) -> Tree:
-    """A bare state_dict is a model; so are the tensors beside an optimizer that knows all its names from them."""
+    """A tree in which tensors that lie bare are the section "model".
+
+    They are one if there is nothing else (a state_dict), or if an optimizer beside them knows all its names from them.
+    """
     tensors = {name: value for name, value in tree.items() if is_tensor(value) and isinstance(name, str)}
     rest = {name: value for name, value in tree.items() if name not in tensors}
     if tensors and all(isinstance(name, str) and name.endswith("_extra_state") for name in rest):
@@ -144,13 +156,13 @@ def _with_model(tree: Tree) -> Tree:
 
 
 def find_tied(model: Mapping[str, Any]) -> dict[str, str]:
-    """Names that stand for the same bytes, each with the first name of them.
+    """Second names of the same bytes, each with the first name.
 
     >>> a = Stored(file="a.pt", offset=64, dtype=torch.float32, shape=(2,), strides=(1,))
     >>> find_tied({"embed": a, "bias": 3, "head": a})
     {'head': 'embed'}
     """
-    first: dict[Entry, str] = {}
+    first: dict[TensorEntry, str] = {}
     tied: dict[str, str] = {}
     for name, value in model.items():
         if is_tensor(value):
@@ -186,10 +198,7 @@ def _optimizer(optimizer: Tree, model: Iterable[str], where: Path) -> Tree:
 
 def groups_in(optimizer: Tree) -> list[Tree] | None:
     """The groups of what ``Optimizer.state_dict`` gives; None for anything else."""
-    groups, state = optimizer.get("param_groups"), optimizer.get("state", {})
-    if not isinstance(groups, list) or not isinstance(state, dict):
-        return None
-    return groups if all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) else None
+    return groups_of(optimizer) if isinstance(optimizer.get("state", {}), dict) else None
 
 
 def _by_name(state: dict[Any, Any], groups: list[Tree], where: Path) -> tuple[dict[Any, Any], list[Tree]]:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.coverage import check_tiling
 from holdfast.checkpoint.formats import dcp_write, pickled
+from holdfast.checkpoint.formats.archive import ZIP
 from holdfast.checkpoint.formats.canonical import assemble
-from holdfast.checkpoint.formats.header import Header, read_header
-from holdfast.checkpoint.formats.pickled import Foreign, Source
-from holdfast.checkpoint.formats.tiling import check_tiling
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Shape, Stored
+from holdfast.checkpoint.formats.pickled import Foreign, PickleFile
+from holdfast.checkpoint.formats.safetensors_header import Header, read_header
+from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Shape, Stored, TensorEntry
 from holdfast.errors import CheckpointError
 
 NAME = ".metadata"
@@ -40,8 +41,8 @@ write = dcp_write.write
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Some bytes of a file."""
+class ByteRange:
+    """Some bytes of a file of the folder."""
 
     file: str
     offset: int
@@ -50,7 +51,7 @@ class Place:
 
 @dataclass(kw_only=True)
 class Logical:
-    """A tensor as the table describes it."""
+    """A tensor as the table describes it: the boxes that it is saved in."""
 
     shape: Shape
     dtype: torch.dtype
@@ -58,24 +59,24 @@ class Logical:
 
 
 @dataclass(kw_only=True)
-class Table:
-    """What ``.metadata`` says: tensors and objects by their flat names, and where each part is.
+class DcpTable:
+    """The table in ``.metadata``: tensors and objects (None) by their flat names, and where each part is.
 
     ``paths`` leads from a flat name to the keys of the nested dicts and lists that were saved.
     """
 
     items: dict[str, Logical | None] = field(default_factory=dict)
-    places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
+    places: dict[tuple[str, Shape | None], ByteRange] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[str]:
-        """Those of what it lists, and its own."""
+        """The files of all listed parts, and the table's own."""
         return [NAME, *sorted({place.file for (name, _), place in self.places.items() if name in self.items})]
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a folder that DCP wrote; one without its table is, but cannot be opened."""
+    """Whether a folder was written by DCP; one without its table counts, but cannot be opened."""
     try:
         return path.is_dir() and ((path / NAME).is_file() or any(path.glob("__*.distcp")))
     except OSError:
@@ -89,8 +90,8 @@ def open(path: Path) -> Catalogue:
     return assemble(format="dcp", root=path, tree=tree, where=path, read=table.files)
 
 
-def read_items(path: Path) -> tuple[dict[str, Any], Table]:
-    """All that is in the folder by flat names: an ``Entry`` for each tensor, and the objects themselves."""
+def read_items(path: Path) -> tuple[dict[str, Any], DcpTable]:
+    """Everything in the folder by flat names (a ``TensorEntry`` for each tensor, objects themselves), and the table."""
     if not (path / NAME).is_file():
         hint = "it is written last: the save was not completed, or the file was not copied"
         raise CheckpointError(f"{path / NAME} is missing", hint=hint)
@@ -103,15 +104,15 @@ def read_items(path: Path) -> tuple[dict[str, Any], Table]:
             continue
         check_tiling(logical.boxes, logical.shape, name=name, where=path / NAME)
         pieces = tuple(Piece(box=box, stored=parts[name, box.offset]) for box in logical.boxes)
-        items[name] = Entry(shape=logical.shape, dtype=logical.dtype, pieces=pieces)
+        items[name] = TensorEntry(shape=logical.shape, dtype=logical.dtype, pieces=pieces)
     return items, table
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def read_table(path: Path) -> Table:
-    """The table of a folder."""
+def read_table(path: Path) -> DcpTable:
+    """Reads the table of a folder; ``CheckpointError`` if it is not one."""
     where = path / NAME
     found = pickled.load(where, root=path, allow=_CLASSES)
     try:
@@ -120,8 +121,8 @@ def read_table(path: Path) -> Table:
         raise CheckpointError(f"{where} is not a table of DCP: {error!r}", hint=_INCOMPLETE) from error
 
 
-def _table(fields: dict[str, Any], where: Path) -> Table:
-    table = Table()
+def _table(fields: dict[str, Any], where: Path) -> DcpTable:
+    table = DcpTable()
     for name, item in fields["state_dict_metadata"].items():
         table.items[name] = None if item.name == "BytesStorageMetadata" else _logical(item.fields, name, where)
     for index, info in fields["storage_data"].items():
@@ -148,19 +149,19 @@ def _logical(item: dict[str, Any], name: str, where: Path) -> Logical:
     return Logical(shape=tuple(item["size"]), dtype=dtype, boxes=boxes)
 
 
-def _place(place: dict[str, Any], where: Path) -> Place:
+def _place(place: dict[str, Any], where: Path) -> ByteRange:
     file, offset, length = PurePosixPath(place["relative_path"]), int(place["offset"]), int(place["length"])
     if file.is_absolute() or ".." in file.parts:
         raise CheckpointError(f"{where} refers to {file}, outside of its folder", hint="do not trust this file")
-    return Place(file=file.as_posix(), offset=offset, length=length)
+    return ByteRange(file=file.as_posix(), offset=offset, length=length)
 
 
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def _read_parts(path: Path, table: Table) -> Iterator[tuple[tuple[str, Shape | None], Any]]:
-    """Every part of the table, in the order in which they lie in the files, each of which is opened once."""
-    wanted: list[tuple[Place, str, Box | None]] = []
+def _read_parts(path: Path, table: DcpTable) -> Iterator[tuple[tuple[str, Shape | None], Any]]:
+    """Every part of the table, with its name and offset, in the order of the files; each file is opened once."""
+    wanted: list[tuple[ByteRange, str, Box | None]] = []
     for name, logical in table.items.items():
         for box in [None] if logical is None else logical.boxes:
             place = table.places.get((name, None if box is None else box.offset))
@@ -173,7 +174,7 @@ def _read_parts(path: Path, table: Table) -> Iterator[tuple[tuple[str, Shape | N
         first, *rest = inside
         if not (path / file).is_file():
             raise CheckpointError(f"{path / file}, which holds {first[1]}, is missing", hint=_INCOMPLETE)
-        with Source(path / file, root=path) as source:
+        with PickleFile(path / file, root=path) as source:
             parts = _Parts(source=source)
             for place, name, box in (first, *rest):
                 logical = table.items[name]
@@ -187,12 +188,13 @@ def _read_parts(path: Path, table: Table) -> Iterator[tuple[tuple[str, Shape | N
 class _Parts:
     """The tensors in an open file of the folder."""
 
-    source: Source
+    source: PickleFile
     headers: dict[int, Header] = field(default_factory=dict)
 
-    def tensor(self, place: Place, name: str, box: Box, dtype: torch.dtype) -> Stored:
+    def tensor(self, place: ByteRange, name: str, box: Box, dtype: torch.dtype) -> Stored:
+        """The array of one box; ``CheckpointError`` if it is not what the table says."""
         with self.source.window(place.offset, 4) as begin:
-            zipped = begin.read(4) == b"PK\x03\x04"
+            zipped = begin.read(4) == ZIP
         if zipped:
             stored = self.source.load(offset=place.offset, length=place.length, name=name)
         else:  # torch's SerializationFormat.SAFETENSORS: all tensors of a file in one, at the place of each
@@ -214,7 +216,7 @@ class _Parts:
 
 
 def nested(items: dict[str, Any], paths: dict[str, tuple[str | int, ...]], where: Path) -> dict[str, Any]:
-    """The dicts and lists that were flattened: a number in a path is a place in a list.
+    """The dicts and lists that DCP has flattened; a number in a path is a place in a list.
 
     >>> nested({"a.0.b": 1}, {"a.0.b": ("a", 0, "b")}, Path("x"))
     {'a': [{'b': 1}]}

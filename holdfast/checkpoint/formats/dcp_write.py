@@ -31,27 +31,21 @@ from holdfast.checkpoint.disk import Bytes, Progress, explained, silent
 from holdfast.checkpoint.formats import torchsave
 from holdfast.checkpoint.formats.output import appearing, array, with_arrays, without_numpy
 from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.write import Array
+from holdfast.checkpoint.safetensors_writer import Array
 from holdfast.errors import CheckpointError
 
 _FILE = "__0_0.distcp"
-# In the name of an empty dict. Under the name that it should have, torch would take the table for one of torch 2.3,
-# which kept dicts of values whole, and look for all others of them under such names.
+# Ends the name of an empty dict. Under its plain name, torch would take the table for one of torch 2.3, which kept
+# dicts of values whole, and would look for all other dicts under plain names, too.
 _EMPTY = ".<empty>"
 PART = 256 << 20  # bytes: a loading rank has to hold a whole part in memory, even if it needs one row
 Keys = tuple[str | int, ...]
 
 
-def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, flat_optimizer: bool = False) -> None:
-    """Writes a folder of one data file and its table.
-
-    ``flat_optimizer`` is for scripts that load with ``StateDictOptions(flatten_optimizer_state_dict=True)``: it
-    gives every parameter its own settings in the place of groups.
-    """
+def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
+    """Writes a folder of one data file and its table."""
     tree = without_numpy(catalogue.tree)
-    if flat_optimizer and isinstance(tree.get("optimizer"), dict):
-        tree["optimizer"] = _flat_optimizer(tree["optimizer"])
-    table = _Table()
+    table = _TableWriter()
     with appearing(path) as folder, explained(folder, "write"):
         folder.mkdir()
         with (folder / _FILE).open("xb") as stream:
@@ -69,9 +63,9 @@ def _sync(stream: BinaryIO) -> None:
 
 
 def _leaves(node: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
-    """What DCP keeps separately: all in dicts, and all in lists that hold dicts or tensors somewhere.
+    """The items that DCP saves one by one: values in dicts, and in lists that hold dicts or tensors somewhere.
 
-    An empty dict, of which torch's own writer keeps nothing, is a value, see _EMPTY.
+    An empty dict is an item, too (see _EMPTY); torch's own writer drops it.
     """
     if isinstance(node, dict) and (node or not path):
         for key, value in node.items():
@@ -90,7 +84,7 @@ def _is_taken_apart(node: Any) -> bool:
 
 
 @dataclass
-class _Table:
+class _TableWriter:
     """The table while the data file grows. A tensor that has several names is written once."""
 
     items: dict[str, Any] = field(default_factory=dict)
@@ -99,6 +93,7 @@ class _Table:
     written: dict[str, list[_StorageInfo]] = field(default_factory=dict)
 
     def add(self, path: Keys, value: Any, catalogue: Catalogue, stream: BinaryIO, progress: Progress) -> None:
+        """Appends a value to the data file and lists it."""
         name = ".".join(map(str, path)) + (_EMPTY if isinstance(value, dict) else "")
         if name in self.items:
             hint = "DCP joins names with dots; rename one of them"
@@ -119,6 +114,7 @@ class _Table:
             self.places[MetadataIndex(name, offset, number)] = place
 
     def finished(self, path: Path) -> Metadata:
+        """The table as torch pickles it."""
         return Metadata(
             state_dict_metadata=self.items,
             planner_data=self.paths,
@@ -135,7 +131,7 @@ def _saved(value: Any, stream: BinaryIO, progress: Progress) -> _StorageInfo:
 
 
 def _parts(whole: Array) -> Iterator[tuple[tuple[int, ...], Array]]:
-    """Some rows each, with the offset of the first."""
+    """An array in parts of some rows, each with the offset of its first row."""
     if whole.nbytes <= PART:
         yield (0,) * len(whole.shape), whole
         return
@@ -149,21 +145,3 @@ def _parts(whole: Array) -> Iterator[tuple[tuple[int, ...], Array]]:
 
         part = Array(name=whole.name, dtype=whole.dtype, shape=(count, *whole.shape[1:]), fill=fill)
         yield (first, *(0,) * (len(whole.shape) - 1)), part
-
-
-def _flat_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, slots in optimizer.get("state", {}).items():
-        flat.update({".".join(("state", str(name), *map(str, keys))): leaf for keys, leaf in _slots(slots, ())})
-    for group in optimizer.get("param_groups", []):
-        for name in group["params"]:
-            flat.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
-    return flat
-
-
-def _slots(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if not isinstance(node, dict):
-        yield path, node
-        return
-    for key, value in node.items():
-        yield from _slots(value, (*path, key))

@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.formats.deepspeed_extras import extras
 from holdfast.checkpoint.formats.deepspeed_files import (
     INCOMPLETE,
-    Files,
     Place,
+    TagFiles,
     check_grid,
     names_in,
     sort_files,
     tag_folder,
 )
-from holdfast.checkpoint.formats.deepspeed_states import Column, Ranks, read_column, read_states
+from holdfast.checkpoint.formats.deepspeed_states import Column, RankFiles, read_column, read_states
 from holdfast.checkpoint.formats.deepspeed_tp import join_columns
-from holdfast.checkpoint.formats.deepspeed_tree import extras
 from holdfast.checkpoint.formats.deepspeed_zero import DAMAGED
 from holdfast.checkpoint.formats.files import files_of, pointer_of
-from holdfast.checkpoint.pieces import Catalogue, Entry, Ref, catalogue_tree, name_of
+from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry, catalogue_tree, name_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.errors import CheckpointError
 
@@ -32,7 +32,7 @@ EXPERTS = "checkpoints with expert parallelism are not read"
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a checkpoint that DeepSpeed's ``save_checkpoint`` wrote; looks at names only."""
+    """Whether a folder is a checkpoint of DeepSpeed's ``save_checkpoint``; looks at names only."""
     try:
         folder = tag_folder(path, "latest", anywhere=True)
         files = sort_files(names_in(folder))
@@ -53,12 +53,15 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
     told = (model.get("universal_checkpoint_info") for model in ranks.models.values())
     info: dict[str, Any] = next(filter(None, told), {})
     column = join_columns(columns, info, rules, where=ranks.folder)
-    left_out = list(dict.fromkeys(reason for one in columns for reason in one.left_out))
-    return assemble(folder, column, ranks, left_out, pointer_of(folder, path, "latest"))
+    column.left_out = list(dict.fromkeys(reason for one in columns for reason in one.left_out))
+    tree = tree_of(column, ranks.models, ranks.optims, numbered=not column.groups)
+    read = [*pointer_of(folder, path, "latest"), *_names(ranks.files)]
+    details = {"tensor_parallel": ranks.tps, "pipeline": ranks.pps, "data_parallel": ranks.dps}
+    return catalogue_of("deepspeed", folder, column, tree, read, details)
 
 
-def read_ranks(folder: Path) -> Ranks:
-    """Reads the pickles of all files, and makes sure that they are one whole checkpoint."""
+def read_ranks(folder: Path) -> RankFiles:
+    """Reads the pickles of all files; ``CheckpointError`` if they are not one whole checkpoint."""
     files = sort_files(names_in(folder), where=str(folder))
     if files.experts:
         raise CheckpointError(f"{folder / files.experts[0]} holds an expert", hint=EXPERTS)
@@ -77,7 +80,7 @@ def read_ranks(folder: Path) -> Ranks:
         prefix = next(iter(files.optim.values()), "").partition("zero")[0]
         form = f"{prefix}zero_pp_rank_{{dp}}_mp_rank_{{mp:02d}}_optim_states.pt"
         check_grid(files.optim, columns=pps * tps, rows=dps, example=form, where=folder)
-    return Ranks(folder=folder, files=files, models=models, optims=optims, tps=tps, pps=pps, dps=dps)
+    return RankFiles(folder=folder, files=files, models=models, optims=optims, tps=tps, pps=pps, dps=dps)
 
 
 def _optimizer(path: Path) -> dict[str, Any]:
@@ -89,8 +92,8 @@ def _optimizer(path: Path) -> dict[str, Any]:
     return state
 
 
-def _model_parallel(models: Mapping[Place, Any], files: Files, folder: Path) -> tuple[int, int]:
-    """How many pipeline stages and tensor-parallel ranks there were."""
+def _model_parallel(models: Mapping[Place, Any], files: TagFiles, folder: Path) -> tuple[int, int]:
+    """The numbers of pipeline stages and of tensor-parallel ranks."""
     first = models[min(models)]
     if dimensions := first.get("checkpoint_parallel_dimensions"):
         return dimensions["pp_degree"], dimensions["tp_degree"]
@@ -102,8 +105,8 @@ def _model_parallel(models: Mapping[Place, Any], files: Files, folder: Path) -> 
     return mps // tps, tps
 
 
-def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], files: Files, folder: Path) -> int:
-    """Over how many ranks the optimizer was cut."""
+def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], files: TagFiles, folder: Path) -> int:
+    """The number of data-parallel ranks over which the optimizer was cut."""
     counts: set[int] = set()
     for state in optims.values():
         count = state.get("partition_count")
@@ -116,34 +119,37 @@ def _data_parallel(models: Mapping[Place, Any], optims: Mapping[Place, Any], fil
     return saved or 1 + max(dp for _, dp in [*files.optim, *files.model])
 
 
-def assemble(folder: Path, column: Column, ranks: Ranks, left_out: list[str], read: list[str]) -> Catalogue:
-    """One column of everything as a catalogue; ``read`` are files that were read beside those of the ranks."""
-    order = list(ranks.models[0, 0].get("module") or {})
-    tree: dict[str, Any] = {"model": model_of(column, order)}
+def tree_of(
+    column: Column, models: Mapping[Place, dict[str, Any]], optims: Mapping[Place, dict[str, Any]], *, numbered: bool
+) -> dict[str, Any]:
+    """The tree of a joined column and the values beside it; see :func:`extras` for ``numbered``."""
+    rank = {name: number for number, name in enumerate(models[0, 0].get("module") or {})}
+    model: dict[str, TensorEntry | Ref] = dict(column.weights)
+    model.update({second: Ref(name=name_of(("model", first))) for second, first in column.tied.items()})
+    # In the model's order, where it is known.
+    tree: dict[str, Any] = {"model": dict(sorted(model.items(), key=lambda item: rank.get(item[0], len(rank))))}
     if column.groups:
         tree["optimizer"] = {"state": column.state, "param_groups": column.groups}
-    tree.update(extras(ranks.models, ranks.optims, left_out, numbered=not column.groups))
+    return {**tree, **extras(models, optims, column.left_out, numbered=numbered)}
+
+
+def catalogue_of(
+    format: str, folder: Path, column: Column, tree: dict[str, Any], read: list[str], details: Mapping[str, Any]
+) -> Catalogue:
+    """The catalogue of a column and its tree; ``read`` are the files that were read."""
     tree, tensors = catalogue_tree(tree)
     return Catalogue(
-        format="deepspeed",
+        format=format,
         root=folder,
         tensors=tensors,
         tree=tree,
-        files=files_of(folder, tensors, [*read, *_names(ranks.files)]),
+        files=files_of(folder, tensors, read),
         tied=column.tied,
         frozen=tuple(column.frozen),
         buffers=tuple(name for name in column.buffers if name in column.weights),
-        details={"left_out": left_out, "tensor_parallel": ranks.tps, "pipeline": ranks.pps, "data_parallel": ranks.dps},
+        details={"left_out": column.left_out, **details},
     )
 
 
-def model_of(column: Column, order: list[str]) -> dict[str, Entry | Ref]:
-    """The model's tensors, in the model's order where it is known."""
-    rank = {name: number for number, name in enumerate(order)}
-    model: dict[str, Entry | Ref] = dict(column.weights)
-    model.update({second: Ref(name=name_of(("model", first))) for second, first in column.tied.items()})
-    return dict(sorted(model.items(), key=lambda item: rank.get(item[0], len(rank))))
-
-
-def _names(files: Files) -> list[str]:
+def _names(files: TagFiles) -> list[str]:
     return [name for names in (files.model, files.optim, files.layers) for name in names.values()]

@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint consists of, by name alone, and whether all of them are there."""
+"""The files of a DeepSpeed checkpoint, sorted by their names alone, and whether all of them are there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.errors import CheckpointError
 
+# The hint of errors about missing files.
 INCOMPLETE = "copy the whole folder again, or load an older checkpoint"
 
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -16,11 +17,11 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_.*states\.pt|expp_rank_\d+_.*states\.pt")
 
-Place = tuple[int, int]
+Place = tuple[int, int]  # (model-parallel rank, data-parallel rank), or (layer, tensor-parallel rank)
 
 
 @dataclass(kw_only=True)
-class Files:
+class TagFiles:
     """The files of one tag folder: those of (model-parallel rank, data-parallel rank), those of (layer, tp).
 
     >>> files = sort_files(["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"])
@@ -35,9 +36,9 @@ class Files:
     per_worker: bool = False  # model states of every data-parallel rank: ZeRO-3
 
 
-def sort_files(names: Iterable[str], *, where: str = "the folder") -> Files:
-    """Tells the files apart; two files for one place are refused."""
-    files = Files()
+def sort_files(names: Iterable[str], *, where: str = "the folder") -> TagFiles:
+    """Sorts files by their names; ``CheckpointError`` for two files of one place."""
+    files = TagFiles()
     for name in sorted(names):
         if found := _OPTIM.fullmatch(name):
             _put(files.optim, (int(found[2]), int(found[1])), name, where)
@@ -60,7 +61,10 @@ def _put(known: dict[Place, str], place: Place, name: str, where: str) -> None:
 
 
 def check_grid(known: dict[Place, str], *, columns: int, rows: int, example: str, where: Path) -> None:
-    """Refuses a grid of (model-parallel, data-parallel) ranks that has holes or more files than ranks."""
+    """Refuses a grid of (model-parallel, data-parallel) ranks with missing or surplus files.
+
+    ``example`` is a file's name with {mp} and {dp}, for the error.
+    """
     for mp in range(columns):
         for dp in range(rows):
             if (mp, dp) not in known:
@@ -76,9 +80,9 @@ def check_grid(known: dict[Place, str], *, columns: int, rows: int, example: str
 
 
 def tag_folder(path: Path, pointer: str, *, anywhere: bool = False) -> Path:
-    """The folder with the files: the path itself, or the one that its file ``latest`` names.
+    """The folder with the files: the path itself, or the one that the file ``pointer`` in it names.
 
-    That must be one beside it. ``anywhere`` only looks where it would lead, to be refused by name when it is opened.
+    A pointer to elsewhere than a folder beside it is refused, unless ``anywhere``: then nothing is opened yet.
     """
     latest = path / pointer
     try:

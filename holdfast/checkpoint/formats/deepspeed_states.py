@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank of a DeepSpeed run had: its weights, buffers and optimizer, from all its files.
+"""Reads the weights, buffers and optimizer of one tensor-parallel rank of a DeepSpeed run, from all its files.
 
 The fp32 weights of the optimizer are taken where there are any, since the model's own are rounded; what the
 optimizer does not have (buffers, frozen parameters) comes from the model states in its own dtype.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats import pickled
-from holdfast.checkpoint.formats.deepspeed_files import INCOMPLETE, Files, Place
+from holdfast.checkpoint.formats.deepspeed_files import INCOMPLETE, Place, TagFiles
 from holdfast.checkpoint.formats.deepspeed_zero import (
     DAMAGED,
     flat_groups,
@@ -24,7 +24,7 @@ from holdfast.checkpoint.formats.deepspeed_zero import (
     side_by_side,
     slots,
 )
-from holdfast.checkpoint.pieces import Entry, Shape, Stored, entry_of
+from holdfast.checkpoint.pieces import Shape, Stored, TensorEntry, entry_of
 from holdfast.errors import CheckpointError
 
 TIED = "tied_modules."  # DeepSpeed's pipelines keep what several stages share under such names
@@ -34,7 +34,7 @@ TIED = "tied_modules."  # DeepSpeed's pipelines keep what several stages share u
 class Column:
     """The model and optimizer of one tensor-parallel rank."""
 
-    weights: dict[str, Entry] = field(default_factory=dict)
+    weights: dict[str, TensorEntry] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Column:
 
 
 def read_states(folder: Path, name: str) -> dict[str, Any]:
-    """A file of DeepSpeed's, which is always a dict."""
+    """The dict in a file of DeepSpeed's; ``CheckpointError`` if it is something else."""
     states = pickled.load(folder / name, root=folder)
     if not isinstance(states, dict):
         raise CheckpointError(f"{folder / name} holds a {type(states).__name__}, not a dict", hint=DAMAGED)
@@ -52,14 +52,14 @@ def read_states(folder: Path, name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankFiles:
     """The files of a checkpoint, read: by (model-parallel, data-parallel) rank, and how many there are of each.
 
     A model-parallel rank is its pipeline stage's number times ``tps``, plus its tensor-parallel rank.
     """
 
     folder: Path
-    files: Files
+    files: TagFiles
     models: Mapping[Place, dict[str, Any]]
     optims: Mapping[Place, dict[str, Any]]
     tps: int
@@ -67,11 +67,11 @@ class Ranks:
     dps: int
 
 
-def read_column(ranks: Ranks, tp: int) -> Column:
+def read_column(ranks: RankFiles, tp: int) -> Column:
     """Everything of one tensor-parallel rank."""
     column = Column()
     layers = _layers(ranks, tp)
-    shared = ranks.models[0, 0].get("shared_params") or {}  # the other ranks do not look for them
+    shared = ranks.models[0, 0].get("shared_params") or {}  # only the first rank notes them
     for pp in range(ranks.pps):
         mp = pp * ranks.tps + tp
         workers = [ranks.models[mp, dp] for dp in range(ranks.dps if ranks.files.per_worker else 1)]
@@ -90,7 +90,7 @@ def read_column(ranks: Ranks, tp: int) -> Column:
 
 
 def add_tied(column: Column, shared: Mapping[str, str], module: Mapping[str, Any], partitioned: bool) -> None:
-    """Second names of the same parameter. DeepSpeed takes empty ones for the same, whatever their shapes."""
+    """Adds second names of parameters. Empty tensors are skipped: DeepSpeed takes all of them for one parameter."""
     for second, first in shared.items():
         value = module.get(second)
         empty = not partitioned and isinstance(value, Stored) and not math.prod(value.shape)
@@ -98,8 +98,8 @@ def add_tied(column: Column, shared: Mapping[str, str], module: Mapping[str, Any
             column.tied[second] = first
 
 
-def _check_layers(column: Column, ranks: Ranks, tp: int) -> None:
-    """A layer with trained parameters has a file, which may also have buffers and frozen ones."""
+def _check_layers(column: Column, ranks: RankFiles, tp: int) -> None:
+    """Refuses a pipeline of which a layer with trained parameters has no file."""
     files = ranks.files.layers
     for number in sorted({int(name.partition(".")[0]) for name in column.weights if name.partition(".")[0].isdigit()}):
         if files and (number, tp) not in files:
@@ -107,8 +107,8 @@ def _check_layers(column: Column, ranks: Ranks, tp: int) -> None:
             raise CheckpointError(f"{ranks.folder / form} is missing", hint=INCOMPLETE)
 
 
-def _layers(ranks: Ranks, tp: int) -> dict[str, Stored]:
-    """What a pipeline's files, one for each layer, have of the model, by the names it has there."""
+def _layers(ranks: RankFiles, tp: int) -> dict[str, Stored]:
+    """The tensors of a pipeline's files, one file for each layer, by their names in the model."""
     found: dict[str, Stored] = {}
     for layer in sorted({layer for layer, _ in ranks.files.layers}):
         if (layer, tp) not in ranks.files.layers:
@@ -120,8 +120,8 @@ def _layers(ranks: Ranks, tp: int) -> dict[str, Stored]:
     return found
 
 
-def _add_trained(column: Column, ranks: Ranks, mp: int, known: Mapping[str, Any]) -> None:
-    """The parameters in the optimizer: their fp32 weights and its state."""
+def _add_trained(column: Column, ranks: RankFiles, mp: int, known: Mapping[str, Any]) -> None:
+    """Adds the trained parameters: their fp32 weights and the optimizer's state."""
     states = [ranks.optims[mp, dp] for dp in range(ranks.dps) if (mp, dp) in ranks.optims]
     if not states:
         return
@@ -140,7 +140,7 @@ def _add_trained(column: Column, ranks: Ranks, mp: int, known: Mapping[str, Any]
 
 
 def _shapes(known: Mapping[str, Any], states: Collection[Mapping[str, Any]]) -> dict[str, Shape]:
-    """Shapes of the model's tensors; what stages share is found by its key among the layers that are nobody's."""
+    """Shapes of the model's tensors. One that stages share is found by its key among layers without an owner."""
     shapes = {name: value.shape for name, value in known.items() if isinstance(value, Stored)}
     mapped = {name for state in states for group in state.get("param_slice_mappings", []) for name in group}
     for name in mapped - set(shapes):
@@ -154,7 +154,7 @@ def _shapes(known: Mapping[str, Any], states: Collection[Mapping[str, Any]]) -> 
 
 
 def _add_groups(column: Column, state: Mapping[str, Any], names: list[list[str]]) -> None:
-    """Hyper-parameters with the names they are for. Stages whose groups are alike have the same group."""
+    """Adds the groups of hyper-parameters. Equal groups of several pipeline stages become one."""
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict")) or {}
     saved = base.get("param_groups", []) if isinstance(base, dict) else []
     if not saved:
@@ -176,7 +176,7 @@ def _add_groups(column: Column, state: Mapping[str, Any], names: list[list[str]]
 
 
 def add_frozen(column: Column, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Parameters that are not trained: ZeRO-3 has a part of each in every rank's file, ZeRO-2 has them whole."""
+    """Adds frozen parameters: ZeRO-3 has a part of each in every rank's file, ZeRO-2 has them whole."""
     shapes = ranks[0].get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
         parts: list[Any] = [(rank.get("frozen_param_fragments") or {}).get(name) for rank in ranks]
@@ -191,7 +191,7 @@ def add_frozen(column: Column, ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def add_module(column: Column, module: Mapping[str, Any], partitioned: bool) -> None:
-    """Buffers, and parameters that only the model states have. ZeRO-3 has nothing but empty ones of the latter."""
+    """Adds buffers, and parameters that only the model states have; with ZeRO-3 the latter are empty."""
     places = {_place(value): name for name, value in module.items() if name in column.weights and _place(value)}
     trained = bool(column.groups)
     for name, value in module.items():
@@ -209,14 +209,14 @@ def add_module(column: Column, module: Mapping[str, Any], partitioned: bool) -> 
 
 
 def _place(value: Any) -> tuple[Any, ...]:
-    """Equal for tensors that are the same memory, which is how tied ones are saved; empty for those without any."""
+    """A key that is equal for tensors in the same memory, as tied ones are saved; empty for an empty tensor."""
     if not isinstance(value, Stored) or not math.prod(value.shape):
         return ()
     return value.file, value.offset, value.shape, value.strides
 
 
 def _untied(column: Column, layers: Mapping[str, Stored]) -> dict[str, Stored]:
-    """A pipeline's layers without those that its stages share: they are trained under another name."""
+    """A pipeline's layers without those that its stages share: these are trained under another name."""
     kept = dict(layers)
     shared: dict[str, dict[str, Shape]] = {}
     for name, entry in column.weights.items():

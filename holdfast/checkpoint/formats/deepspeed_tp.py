@@ -1,4 +1,4 @@
-"""Tensor parallelism: one model out of what each tensor-parallel rank had.
+"""Joins what the tensor-parallel ranks of a DeepSpeed run had into one model.
 
 DeepSpeed's AutoTP writes down where each rank's parts belong (``affine_map``), and those who prepare for
 DeepSpeed's universal checkpoints write lists of patterns. Where neither says it, the user's rules do.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats.deepspeed_states import Column
-from holdfast.checkpoint.pieces import Box, Entry, Piece, Shape, name_of, row_major
+from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, name_of, path_of, row_major
 from holdfast.checkpoint.rules import Fragment, Partial, Pattern, Replicate, Rule, Rules, Shard, merge
 from holdfast.errors import CheckpointError, UsageError
 
@@ -21,7 +21,10 @@ GIVE_RULES = "pass rules that say replicate or shard for it, see docs/checkpoint
 
 
 def join_columns(columns: Sequence[Column], info: Mapping[str, Any], rules: Rules | None, *, where: Path) -> Column:
-    """One column out of those of all tensor-parallel ranks; ``info`` is what DeepSpeed wrote about the cuts."""
+    """One column out of those of all tensor-parallel ranks; ``info`` is what DeepSpeed wrote about the cuts.
+
+    Raises ``CheckpointError`` if neither ``info`` nor rules say how a tensor is cut.
+    """
     first = columns[0]
     if len(columns) == 1:
         return renamed_by(first, rules)
@@ -54,11 +57,11 @@ def join_columns(columns: Sequence[Column], info: Mapping[str, Any], rules: Rule
     return renamed(_filled(first, {old: joined[name] for old, name in new.items()}), _by_key(new))
 
 
-def _filled(column: Column, entries: Mapping[str, Entry]) -> Column:
+def _filled(column: Column, entries: Mapping[str, TensorEntry]) -> Column:
     """A column with other entries in the place of its own."""
     state = {
         name: {
-            slot: entries[name_of(("optimizer", "state", name, slot))] if isinstance(value, Entry) else value
+            slot: entries[name_of(("optimizer", "state", name, slot))] if isinstance(value, TensorEntry) else value
             for slot, value in slots.items()
         }
         for name, slots in column.state.items()
@@ -66,26 +69,25 @@ def _filled(column: Column, entries: Mapping[str, Entry]) -> Column:
     return replace(column, weights={name: entries[name_of(("model", name))] for name in column.weights}, state=state)
 
 
-def _entries(column: Column) -> Iterator[tuple[str, Entry]]:
+def _entries(column: Column) -> Iterator[tuple[str, TensorEntry]]:
     for name, entry in column.weights.items():
         yield name_of(("model", name)), entry
     for name, slots in column.state.items():
         for slot, value in slots.items():
-            if isinstance(value, Entry):
+            if isinstance(value, TensorEntry):
                 yield name_of(("optimizer", "state", name, slot)), value
 
 
 def _parameter(name: str) -> str:
     """The key of a parameter in the model, from the name of a tensor of it."""
-    key = name.removeprefix("model/") if name.startswith("model/") else name.split("/")[2]
-    return key.replace("%2F", "/").replace("%25", "%")
+    return path_of(name)[1 if name.startswith("model/") else 2]
 
 
 # --- what DeepSpeed's lists of patterns say --------------------------------------------------------
 
 
 def _derived(column: Column, info: Mapping[str, Any], maps: Mapping[str, Any]) -> Iterator[Rule]:
-    """A rule for each tensor about which the lists say something, or whose default they imply."""
+    """A rule for each tensor, from DeepSpeed's lists of patterns; none if there are no lists."""
     if not info:
         return
     for name in column.weights:
@@ -98,7 +100,7 @@ def _derived(column: Column, info: Mapping[str, Any], maps: Mapping[str, Any]) -
 
 
 def pattern_of(name: str, info: Mapping[str, Any]) -> Pattern:
-    """How DeepSpeed's own converter would join a parameter: the first list that it is on decides, then dim 0.
+    """The pattern by which DeepSpeed's own converter would join a parameter: of the first list it is on, else dim 0.
 
     >>> pattern_of("a.weight", {"parameter_with_row_parallelism_patterns": [".*weight"]}).dim
     1
@@ -138,8 +140,8 @@ def _affine(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     return next((found for pattern, found in known.get("params", {}).items() if re.match(pattern, name)), None)
 
 
-def _placed(parts: Sequence[Entry], found: Mapping[str, Any], name: str) -> Entry:
-    """A tensor by its parameter's map; of copies, the first rank's is taken."""
+def _placed(parts: Sequence[TensorEntry], found: Mapping[str, Any], name: str) -> TensorEntry:
+    """A tensor, joined by its parameter's map; of copies, the first rank's is taken."""
     shape = tuple(found["logical_shape"])
     pieces: list[Piece] = []
     seen: set[Box] = set()
@@ -155,11 +157,11 @@ def _placed(parts: Sequence[Entry], found: Mapping[str, Any], name: str) -> Entr
             if target not in seen:
                 seen.add(target)
                 pieces += _moved(entry, source, target)
-    return Entry(shape=shape, dtype=parts[0].dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=parts[0].dtype, pieces=tuple(pieces))
 
 
 def _box(piece: Mapping[str, Any], side: str, shape: Shape, name: str) -> Box:
-    """DeepSpeed's offset and strides, which for what AutoTP does are those of a box."""
+    """The box of a piece in a map, which has an offset and strides; refuses those that are not a box's."""
     at, strides = piece[side]
     if tuple(strides) != row_major(shape) and 0 not in piece["shape"]:
         raise CheckpointError(f"the map of {name} is not made of boxes: strides {strides} in {shape}", hint=GIVE_RULES)
@@ -170,7 +172,7 @@ def _box(piece: Mapping[str, Any], side: str, shape: Shape, name: str) -> Box:
     return Box(offset=tuple(offset), shape=tuple(piece["shape"]))
 
 
-def _moved(entry: Entry, source: Box, target: Box) -> Iterator[Piece]:
+def _moved(entry: TensorEntry, source: Box, target: Box) -> Iterator[Piece]:
     for piece in entry.pieces:
         common = piece.box.intersect(source)
         if common is not None:

@@ -1,7 +1,7 @@
 """Reads DeepSpeed's universal checkpoints: a folder for each parameter, a file for each of its tensors.
 
-``write`` is in :mod:`holdfast.checkpoint.formats.deepspeed_write`. A path is the checkpoint's folder, whose file
-``latest_universal`` names a tag, or the folder of a tag.
+A path is the checkpoint's folder, whose file ``latest_universal`` names a tag, or the folder of a tag.
+:mod:`holdfast.checkpoint.formats.deepspeed_universal_write` writes them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats import pickled
-from holdfast.checkpoint.formats.deepspeed import model_of
+from holdfast.checkpoint.formats.deepspeed import catalogue_of, tree_of
 from holdfast.checkpoint.formats.deepspeed_files import INCOMPLETE, names_in, sort_files, tag_folder
 from holdfast.checkpoint.formats.deepspeed_states import Column, add_frozen, add_module, add_tied, read_states
 from holdfast.checkpoint.formats.deepspeed_tp import renamed_by
-from holdfast.checkpoint.formats.deepspeed_tree import extras
-from holdfast.checkpoint.formats.deepspeed_write import REST, SLOTS, write
-from holdfast.checkpoint.formats.files import files_of, pointer_of
-from holdfast.checkpoint.pieces import Catalogue, Shape, Stored, catalogue_tree, entry_of
+from holdfast.checkpoint.formats.deepspeed_universal_write import REST, SLOTS, write
+from holdfast.checkpoint.formats.files import pointer_of
+from holdfast.checkpoint.pieces import Catalogue, Shape, Stored, entry_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.errors import CheckpointError
 
@@ -30,7 +29,7 @@ POINTER = "latest_universal"
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a universal checkpoint; of a folder that also has the original, the original is meant."""
+    """Whether a folder is a universal checkpoint; one that also has the original checkpoint is taken for that."""
     try:
         if (path / "latest").is_file():
             return False
@@ -40,7 +39,7 @@ def recognise(path: Path) -> bool:
 
 
 @dataclass(kw_only=True)
-class _Source:
+class _UniversalFolder:
     """A universal checkpoint's folder: model states by rank, and the shapes of each group of parameters."""
 
     folder: Path
@@ -51,7 +50,7 @@ class _Source:
 
     @property
     def groups(self) -> list[dict[str, Shape]]:
-        """Names and shapes by group; what pipeline stages have of a group is put together."""
+        """Names and shapes of the parameters of each group, from all pipeline stages."""
         groups: list[dict[str, Shape]] = []
         for model in self.models.values():
             for number, shapes in enumerate(model.get("param_shapes") or []):
@@ -61,7 +60,7 @@ class _Source:
         return groups
 
     def _check_names(self, names: Iterable[Any]) -> None:
-        """They are names of folders, and must not lead elsewhere."""
+        """Refuses names that lead elsewhere: each is the name of a folder."""
         for name in names:
             if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
                 reason = f"{self.folder}: the model states have a parameter {name!r}, which is no folder in zero"
@@ -69,6 +68,7 @@ class _Source:
 
     @property
     def parallel(self) -> bool:
+        """Whether there were several model-parallel ranks."""
         return len({mp for mp, _ in self.models}) > 1
 
 
@@ -81,29 +81,14 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
     _add_groups(column, source)
     _add_rest(column, source)
     column = renamed_by(column, rules)
-    left_out = column.left_out
-    tree: dict[str, Any] = {"model": model_of(column, list(source.models[0, 0].get("module") or {}))}
-    if column.groups:
-        tree["optimizer"] = {"state": column.state, "param_groups": column.groups}
-    tree.update(extras(source.models, {(0, 0): source.optimizer}, left_out, numbered=False))
+    tree = tree_of(column, source.models, {(0, 0): source.optimizer}, numbered=False)
     _restore(tree)
-    tree, tensors = catalogue_tree(tree)
     read = [*pointer_of(folder, path, POINTER), *sorted(source.files)]
-    return Catalogue(
-        format="deepspeed-universal",
-        root=source.folder,
-        tensors=tensors,
-        tree=tree,
-        files=files_of(folder, tensors, read),
-        tied=column.tied,
-        frozen=tuple(column.frozen),
-        buffers=tuple(name for name in column.buffers if name in column.weights),
-        details={"left_out": left_out},
-    )
+    return catalogue_of("deepspeed-universal", folder, column, tree, read, {})
 
 
 def _restore(tree: dict[str, Any]) -> None:
-    """What we wrote ourselves has all parts of the tree as they were."""
+    """Restores the tree of a checkpoint that ``deepspeed_universal_write`` wrote, in place."""
     client = tree.get("client_state", {})
     if REST in client:
         rest = client.pop(REST)
@@ -112,7 +97,7 @@ def _restore(tree: dict[str, Any]) -> None:
         tree.update(rest)
 
 
-def _read(folder: Path) -> _Source:
+def _read(folder: Path) -> _UniversalFolder:
     state = folder / "zero" / "optimizer_state.pt"
     if not state.is_file():
         raise CheckpointError(f"{state} is missing", hint="is it a universal checkpoint of DeepSpeed?")
@@ -121,7 +106,7 @@ def _read(folder: Path) -> _Source:
     files = sort_files(plain or names, where=str(folder))
     if (0, 0) not in files.model:
         raise CheckpointError(f"{folder / 'mp_rank_00_model_states.pt'} is missing", hint=INCOMPLETE)
-    return _Source(
+    return _UniversalFolder(
         folder=folder,
         models={place: read_states(folder, name) for place, name in sorted(files.model.items())},
         per_worker=files.per_worker,
@@ -130,8 +115,8 @@ def _read(folder: Path) -> _Source:
     )
 
 
-def _add_atoms(column: Column, source: _Source) -> None:
-    """Trained parameters: weights and slots."""
+def _add_atoms(column: Column, source: _UniversalFolder) -> None:
+    """Adds the trained parameters: weights and slots."""
     for group in source.groups:
         kept: dict[str, dict[str, Any]] = {}
         for name, shape in group.items():
@@ -155,8 +140,8 @@ def _leaf(value: Any) -> Any:
     return entry_of(value) if isinstance(value, Stored) else value
 
 
-def _atoms(source: _Source, folder: Path, shape: Shape | None) -> dict[str, Any]:
-    """What a parameter's folder holds, by the names of the files."""
+def _atoms(source: _UniversalFolder, folder: Path, shape: Shape | None) -> dict[str, Any]:
+    """The values in a parameter's folder, by the names of the files."""
     atoms: dict[str, Any] = {}
     if not folder.is_dir():
         return atoms
@@ -169,7 +154,7 @@ def _atoms(source: _Source, folder: Path, shape: Shape | None) -> dict[str, Any]
 
 
 def _atom(found: Any, shape: Shape | None, path: Path) -> Any:
-    """A tensor. From ZeRO-3 it is flat, and only the model states know its shape."""
+    """The tensor in a file. From ZeRO-3 it is flat, and only the model states know its shape."""
     if isinstance(found, dict) and "param" in found:
         return found["param"]
     if path.stem == "step" or path.parts[-3] == SLOTS or not isinstance(found, Stored) or found.shape == ():
@@ -182,8 +167,8 @@ def _atom(found: Any, shape: Shape | None, path: Path) -> Any:
     return found.reshaped(shape)
 
 
-def _add_rest(column: Column, source: _Source) -> None:
-    """Buffers and frozen parameters: in their own dtype from the model states, else from their folders."""
+def _add_rest(column: Column, source: _UniversalFolder) -> None:
+    """Adds buffers and frozen parameters: in their own dtype from the model states, else from their folders."""
     first = source.models[0, 0]
     module = dict(first.get("module") or {})
     column.buffers = list(dict.fromkeys(n for model in source.models.values() for n in model.get("buffer_names") or []))
@@ -210,8 +195,8 @@ def _add_rest(column: Column, source: _Source) -> None:
             raise CheckpointError(f"{missing} is missing, the value of {name}", hint=INCOMPLETE)
 
 
-def _add_groups(column: Column, source: _Source) -> None:
-    """Hyper-parameters, and from ZeRO-3 what the optimizer has one value of for many parameters."""
+def _add_groups(column: Column, source: _UniversalFolder) -> None:
+    """Adds groups of hyper-parameters, and from ZeRO-3 values that many parameters share."""
     groups = source.groups
     inner = source.optimizer.get("optimizer_state_dict") or {}
     for number, shapes in enumerate(groups):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.formats.pickled import Foreign
-from holdfast.checkpoint.pieces import Entry, Piece, Shape, Stored, flat_boxes, row_major
+from holdfast.checkpoint.pieces import Piece, Shape, Stored, TensorEntry, dense, flat_boxes
 from holdfast.errors import CheckpointError
 
 DAMAGED = "the files are not of one checkpoint, or one is damaged"
@@ -30,26 +30,28 @@ class Extent:
 
 
 @dataclass(kw_only=True)
-class Shard:
-    """What one data-parallel rank has of a flat group: its weights, and what its optimizer keeps for them."""
+class FlatShard:
+    """A data-parallel rank's shard of a flat group: its weights, and the optimizer's slots for them."""
 
     file: str
     master: Stored
-    size: int  # of a padded shard
+    size: int  # elements, with padding
     slots: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
-class Group:
+class FlatGroup:
     """Parameters that are laid out together, and the shards of all data-parallel ranks."""
 
     shapes: dict[str, Shape]
-    shards: list[Shard]
+    shards: list[FlatShard]
     extents: dict[str, list[Extent]]
 
 
 def in_turn(shapes: Mapping[str, Shape], *, size: int, gaps: Sequence[int] = ()) -> dict[str, list[Extent]]:
-    """ZeRO-1 and 2: parameters one behind the other, cut into shards of ``size``; ``gaps`` follow the parameters.
+    """The layout of ZeRO-1 and 2: parameters one behind the other, cut into shards of ``size`` elements.
+
+    ``gaps`` are the numbers of unused elements after each parameter.
 
     >>> in_turn({"a": (2, 2), "b": (3,)}, size=6)["b"]
     [Extent(rank=0, start=4, at=0, count=2), Extent(rank=1, start=0, at=2, count=1)]
@@ -70,7 +72,7 @@ def in_turn(shapes: Mapping[str, Shape], *, size: int, gaps: Sequence[int] = ())
 
 
 def side_by_side(shapes: Mapping[str, Shape], *, ranks: int) -> dict[str, list[Extent]]:
-    """ZeRO-3: every parameter is cut into ``ranks`` equal parts, the last one padded.
+    """The layout of ZeRO-3: every parameter is cut into ``ranks`` equal parts, the last one padded.
 
     >>> side_by_side({"a": (4,), "b": (3,)}, ranks=2)["b"]
     [Extent(rank=0, start=2, at=0, count=2), Extent(rank=1, start=2, at=2, count=1)]
@@ -87,12 +89,12 @@ def side_by_side(shapes: Mapping[str, Shape], *, ranks: int) -> dict[str, list[E
 
 
 def is_line(value: Any) -> bool:
-    """Whether this is an array of one dimension without gaps."""
+    """Whether a value is a stored array of one dimension without gaps."""
     return isinstance(value, Stored) and len(value.shape) == 1 and value.is_contiguous
 
 
-def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], name: str) -> Entry:
-    """A parameter, or what belongs to it, as pieces of arrays that are lines."""
+def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], name: str) -> TensorEntry:
+    """A parameter, or a slot of it, as pieces of the ranks' flat arrays; ``CheckpointError`` if one is too short."""
     pieces: list[Piece] = []
     for extent in extents:
         if extent.rank >= len(arrays) or extent.start + extent.count > arrays[extent.rank].shape[0]:
@@ -102,14 +104,13 @@ def gathered(shape: Shape, extents: Sequence[Extent], arrays: Sequence[Stored], 
         at = array.offset + extent.start * array.dtype.itemsize
         for box in flat_boxes(shape, extent.at, extent.at + extent.count):
             # Not array.flat(...): of a large model there are hundreds of thousands of these.
-            kind, strides = array.dtype, row_major(box.shape)
-            stored = Stored(file=array.file, offset=at, dtype=kind, shape=box.shape, strides=strides)
+            stored = dense(file=array.file, offset=at, dtype=array.dtype, shape=box.shape)
             pieces.append(Piece(box=box, stored=stored))
             at += stored.nbytes
-    return Entry(shape=shape, dtype=arrays[0].dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=arrays[0].dtype, pieces=tuple(pieces))
 
 
-def masters(groups: Sequence[Group]) -> dict[str, Entry]:
+def masters(groups: Sequence[FlatGroup]) -> dict[str, TensorEntry]:
     """The fp32 weights of all parameters."""
     return {
         name: gathered(shape, group.extents[name], [shard.master for shard in group.shards], name)
@@ -118,8 +119,8 @@ def masters(groups: Sequence[Group]) -> dict[str, Entry]:
     }
 
 
-def slots(groups: Sequence[Group], left_out: list[str]) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps for each parameter: entries for flat arrays, and values that are the same for all."""
+def slots(groups: Sequence[FlatGroup], left_out: list[str]) -> dict[str, dict[str, Any]]:
+    """The optimizer's slots of each parameter: entries for flat arrays, and values that are the same on all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         state: dict[str, Any] = {}
@@ -146,8 +147,8 @@ def slots(groups: Sequence[Group], left_out: list[str]) -> dict[str, dict[str, A
     return found
 
 
-def _is_flat(values: Sequence[Any], shards: Sequence[Shard]) -> bool:
-    """Padding is stripped from the weights, and from the optimizer's arrays only where they are *elastic*."""
+def _is_flat(values: Sequence[Any], shards: Sequence[FlatShard]) -> bool:
+    """Whether a slot has an element for each of the shards'. Weights have no padding, slots do unless *elastic*."""
     return all(
         is_line(value) and value.shape[0] in (shard.size, shard.master.shape[0])
         for value, shard in zip(values, shards, strict=True)
@@ -163,8 +164,8 @@ def _is_value(values: Sequence[Any]) -> bool:
 
 def flat_groups(
     states: Sequence[Mapping[str, Any]], files: Sequence[str], shapes: list[dict[str, Shape]]
-) -> list[Group]:
-    """The groups of all data-parallel ranks' optimizer states, of whichever stage."""
+) -> list[FlatGroup]:
+    """The flat groups in all data-parallel ranks' optimizer states, of any ZeRO stage."""
     stage3 = "fp32_flat_groups" in states[0]
     key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
     per_rank = [list(_shards(state, key, file)) for state, file in zip(states, files, strict=True)]
@@ -181,12 +182,12 @@ def flat_groups(
             gaps = states[0].get("param_alignment_paddings")
             size = max(shard.size for shard in shards)
             extents = in_turn(group, size=size, gaps=gaps[number] if gaps else ()) if size else {n: [] for n in group}
-        groups.append(Group(shapes=group, shards=shards, extents=extents))
+        groups.append(FlatGroup(shapes=group, shards=shards, extents=extents))
         _check_sizes(groups[-1], stage3)
     return groups
 
 
-def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[Shard]:
+def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[FlatShard]:
     """A rank's shard of each group."""
     # The bf16 optimizer, which names no stage, says how much padding there is but does not strip it.
     paddings = state.get("group_paddings") if "zero_stage" in state and key != "fp32_flat_groups" else None
@@ -198,11 +199,11 @@ def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[Shard]:
             raise CheckpointError(f"{file}: the weights of group {number} are not a flat array", hint=DAMAGED)
         mine = kept[number] if isinstance(kept, list) else kept.get(number, {})
         size = master.shape[0] + (paddings[number] if paddings else 0)
-        yield Shard(file=file, master=master, size=size, slots=dict(mine))
+        yield FlatShard(file=file, master=master, size=size, slots=dict(mine))
 
 
-def _check_sizes(group: Group, stage3: bool) -> None:
-    """A shard that is longer or shorter than its parameters was written by another run."""
+def _check_sizes(group: FlatGroup, stage3: bool) -> None:
+    """Refuses shards that are longer or shorter than their parameters: they are of another run."""
     ranks = len(group.shards)
     first, lengths = group.shards[0], [shard.master.shape[0] for shard in group.shards]
     which = ", ".join(list(group.shapes)[:3])

@@ -1,22 +1,22 @@
-"""The files of a checkpoint: those that were read to open it, and those that its tensors lie in."""
+"""Collects the files of a foreign checkpoint: those that were read to open it, and those with its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from holdfast.checkpoint.pieces import Entry, File
+from holdfast.checkpoint.pieces import DataFile, TensorEntry
 from holdfast.errors import CheckpointError
 
 
-def files_of(root: Path, tensors: Mapping[str, Entry], read: Iterable[str] = ()) -> dict[str, File]:
-    """The files that were read and those that tensors lie in, with their sizes; one missing or too short is refused."""
-    sizes: dict[str, File] = {}
+def files_of(root: Path, tensors: Mapping[str, TensorEntry], read: Iterable[str] = ()) -> dict[str, DataFile]:
+    """The files that were read and those with tensors; ``CheckpointError`` if one is missing or too short."""
+    sizes: dict[str, DataFile] = {}
 
     def find(file: str, holds: str) -> None:
         if file not in sizes:
             try:
-                sizes[file] = File(bytes=(root / file).stat().st_size)
+                sizes[file] = DataFile(bytes=(root / file).stat().st_size)
             except OSError as error:
                 reason = f"{root / file}{holds} is missing: {error.strerror}"
                 raise CheckpointError(reason, hint="copy the whole checkpoint") from error
@@ -34,13 +34,13 @@ def files_of(root: Path, tensors: Mapping[str, Entry], read: Iterable[str] = ())
 
 
 def pointer_of(root: Path, path: Path, name: str) -> list[str]:
-    """A file beside a checkpoint's folder that led to it, by its path from there; nothing if the path was the folder's.
+    """The pointer file ``name`` that led from ``path`` to a checkpoint's folder, relative to that; none if none did.
 
     >>> pointer_of(Path("run/tag"), Path("run/tag"), "latest")
     []
     """
     if path == root or not (path / name).is_file():
         return []
-    inside = root / ".." / name  # not, if the folder is a link
+    inside = root / ".." / name  # another file, if the folder is a link
     same = inside.exists() and inside.samefile(path / name)
     return [f"../{name}" if same else str((path / name).absolute())]

@@ -1,4 +1,4 @@
-"""A checkpoint in one file for each place of a layout, which only rules can put together.
+"""Reads a checkpoint that has one file for each place of a layout; only rules can put it together.
 
 ``rank{tp}.pt`` or ``stage{pp}/shard{tp}.safetensors``: a word in braces is an axis, and stands for a number.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 from holdfast.checkpoint.formats import hf, torchsave
-from holdfast.checkpoint.merge import merge as merge_trees
-from holdfast.checkpoint.pieces import Catalogue, Entry, File, Piece
-from holdfast.checkpoint.renaming import rename_tree
+from holdfast.checkpoint.pieces import Catalogue, DataFile, Piece, TensorEntry
 from holdfast.checkpoint.rules import Fragment, Rules, merge
+from holdfast.checkpoint.rules.renaming import rename_tree
+from holdfast.checkpoint.trees import merge_trees
 from holdfast.errors import CheckpointError, UsageError
 
 _AXIS = re.compile(r"\{([a-z]+)\}")
@@ -27,7 +27,10 @@ def recognise(path: Path) -> bool:
 
 
 def open(path: Path, rules: Rules | None = None) -> Catalogue:
-    """All files that fit, put together by the rules."""
+    """The catalogue of all files that fit the path, put together by the rules.
+
+    Raises ``UsageError`` without rules, ``CheckpointError`` if no file fits.
+    """
     if rules is None:
         raise UsageError(f"{path} has a file for each place; only rules can put them together", hint="rules=Rules(...)")
     root = Path(*path.parts[: _fixed(path)])
@@ -49,7 +52,7 @@ def open(path: Path, rules: Rules | None = None) -> Catalogue:
 
 
 def _fixed(path: Path) -> int:
-    """How many of a path's folders have no axis in them."""
+    """The number of parts of a path before the first with an axis."""
     return next(number for number, part in enumerate(path.parts) if _AXIS.search(part))
 
 
@@ -70,7 +73,7 @@ def _found(path: Path, root: Path) -> list[tuple[Mapping[str, int], Path]]:
 
 
 def _below(root: Path, file: Path) -> Catalogue:
-    """A file's catalogue, its names relative to another folder."""
+    """A file's catalogue, with files named relative to ``root``."""
     module: ModuleType = hf if file.suffix == ".safetensors" else torchsave
     catalogue: Catalogue = module.open(file)
     folder = catalogue.root
@@ -78,9 +81,9 @@ def _below(root: Path, file: Path) -> Catalogue:
     def moved(name: str) -> str:
         return (folder / name).relative_to(root).as_posix()
 
-    def entry(one: Entry) -> Entry:
+    def entry(one: TensorEntry) -> TensorEntry:
         pieces = (Piece(box=p.box, stored=replace(p.stored, file=moved(p.stored.file))) for p in one.pieces)
         return replace(one, pieces=tuple(pieces))
 
-    files: dict[str, File] = {moved(name): known for name, known in catalogue.files.items()}
+    files: dict[str, DataFile] = {moved(name): known for name, known in catalogue.files.items()}
     return replace(catalogue, root=root, files=files, tensors={n: entry(e) for n, e in catalogue.tensors.items()})

@@ -1,4 +1,4 @@
-"""Safetensors as Hugging Face lays them out: one file, or several with an index; and as DCP writes them, in pieces.
+"""Safetensors files in Hugging Face's layout (one, or several with an index), and in DCP's, in pieces.
 
 DCP's shards (``HuggingFaceStorageWriter``) hold boxes of tensors, with the offset of each box in the header. The
 full shape of a tensor is written nowhere: it is where its boxes end, so a lost *last* shard shows only when
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from holdfast.checkpoint.coverage import check_tiling
 from holdfast.checkpoint.disk import Progress, explained, silent
 from holdfast.checkpoint.formats.canonical import assemble
-from holdfast.checkpoint.formats.header import read_header
 from holdfast.checkpoint.formats.output import appearing, array
-from holdfast.checkpoint.formats.pickled import Source
-from holdfast.checkpoint.formats.tiling import check_tiling
-from holdfast.checkpoint.pieces import Box, Catalogue, Entry, Piece, Ref, Shape
-from holdfast.checkpoint.write import PAIRS, Array, write_safetensors
+from holdfast.checkpoint.formats.pickled import PickleFile
+from holdfast.checkpoint.formats.safetensors_header import read_header
+from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Ref, Shape, TensorEntry
+from holdfast.checkpoint.safetensors_writer import PAIRS, Array, write_safetensors
 from holdfast.errors import CheckpointError, UsageError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = "sharded"  # the folder of DCP's shards, when it also writes whole tensors beside it
-SHARD_BYTES = 5_000_000_000  # how large a file gets before the next begins, as in transformers
+SHARD_BYTES = 5_000_000_000  # of a file before the next begins, as in transformers
 _NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -38,7 +38,7 @@ _INCOMPLETE = "download or copy it again"
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a safetensors file, or a folder of them under Hugging Face's or DCP's names."""
+    """Whether a path is a safetensors file, or a folder of them under Hugging Face's or DCP's names."""
     try:
         if path.is_file():
             with path.open("rb") as file:
@@ -49,7 +49,7 @@ def recognise(path: Path) -> bool:
 
 
 def open(path: Path) -> Catalogue:
-    """The catalogue of a model; with its tied names, if the file notes them as ``safetensors``' ``save_model`` does."""
+    """The catalogue of a model, with tied names if the file notes them as ``save_model`` of safetensors does."""
     root = path.parent if path.is_file() else path
     index = _read_index(path) if (path / INDEX).is_file() else {}
     names = [path.name] if path.is_file() else _files(path, index)
@@ -69,7 +69,7 @@ def open(path: Path) -> Catalogue:
 
 
 def _data_files(folder: Path) -> list[str]:
-    """Files by their names alone: one, numbered ones, or DCP's shards."""
+    """The data files of a folder, by their names alone: one, numbered ones, or DCP's shards."""
     names = sorted(os.listdir(folder))
     if SINGLE in names:
         return [SINGLE]
@@ -140,17 +140,19 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _TensorPart:
+    """A piece of a tensor in one file."""
+
     piece: Piece
     is_whole: bool  # the file says nothing of offsets
 
 
-def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_Part]], dict[str, str]]:
-    """The parts of each tensor, and the names that are noted as second ones."""
-    parts: dict[str, list[_Part]] = defaultdict(list)
+def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_TensorPart]], dict[str, str]]:
+    """The parts of each tensor, and second names with their first ones."""
+    parts: dict[str, list[_TensorPart]] = defaultdict(list)
     ties: dict[str, str] = {}
     for file in names:
-        with Source(root / file, root=root) as source:
+        with PickleFile(root / file, root=root) as source:
             header = read_header(source)
         ties.update(_ties(header.metadata))
         offsets = _offsets(header.metadata, root / file)
@@ -159,7 +161,7 @@ def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_Part]], d
             if offset is None or len(offset) != len(stored.shape):
                 raise CheckpointError(f"{root / file} does not say which part of {name} it holds", hint=_INCOMPLETE)
             piece = Piece(box=Box(offset=offset, shape=stored.shape), stored=stored)
-            parts[name].append(_Part(piece=piece, is_whole=offsets is None))
+            parts[name].append(_TensorPart(piece=piece, is_whole=offsets is None))
     return parts, ties
 
 
@@ -181,14 +183,14 @@ def _ties(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _noted(tied: Mapping[str, str]) -> dict[str, str]:
-    """What a file notes of second names, so that :func:`_ties` finds them."""
+    """Metadata about second names, which :func:`_ties` reads."""
     bare = {second: first for second, first in tied.items() if "." not in second}
     dotted = {second: first for second, first in tied.items() if "." in second}
     return {**dotted, **({_TIED: json.dumps(bare)} if bare else {})}
 
 
 def _offsets(metadata: Mapping[str, str], where: Path) -> dict[str, Shape] | None:
-    """Where the boxes of a DCP shard lie in their tensors; None for an ordinary file."""
+    """The offsets of a DCP shard's boxes in their tensors; None for an ordinary file."""
     if _OFFSETS not in metadata:
         return None
     try:
@@ -197,7 +199,7 @@ def _offsets(metadata: Mapping[str, str], where: Path) -> dict[str, Shape] | Non
         raise CheckpointError(f"{where}: its {_OFFSETS} is damaged: {error!r}", hint=_INCOMPLETE) from error
 
 
-def _entry(name: str, parts: list[_Part], root: Path) -> Entry:
+def _entry(name: str, parts: list[_TensorPart], root: Path) -> TensorEntry:
     pieces = tuple(part.piece for part in parts)
     files = [piece.stored.file for piece in pieces]
     if len(parts) > 1 and any(part.is_whole for part in parts):
@@ -208,14 +210,14 @@ def _entry(name: str, parts: list[_Part], root: Path) -> Entry:
     ends = [[o + n for o, n in zip(piece.box.offset, piece.box.shape, strict=True)] for piece in pieces]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     check_tiling([piece.box for piece in pieces], shape, name=name, where=root)
-    return Entry(shape=shape, dtype=pieces[0].stored.dtype, pieces=pieces)
+    return TensorEntry(shape=shape, dtype=pieces[0].stored.dtype, pieces=pieces)
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
 def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, max_shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes the model into a folder for ``from_pretrained``, or into one file if the path is called so.
+    """Writes the model into a folder for ``from_pretrained``, or into one file if the path ends in .safetensors.
 
     Of tied names the first is kept, and the file says which others are the same.
     """
@@ -262,7 +264,7 @@ def _model(catalogue: Catalogue) -> tuple[list[Array], dict[str, str]]:
 
 
 def split(arrays: Iterable[Array], limit: int) -> list[list[Array]]:
-    """Arrays in their order, cut where a file would become larger than the limit; a larger one is alone."""
+    """Arrays in their order, distributed over files of at most ``limit`` bytes; a larger array is alone."""
     shards: list[list[Array]] = [[]]
     size = 0
     for one in arrays:

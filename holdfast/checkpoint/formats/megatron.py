@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM and Megatron-core: torch_dist folders, and folders with a file for each rank.
+"""Reads checkpoints of Megatron-LM and Megatron-core: torch_dist folders, and folders with a file for each rank.
 
 A path may be an iteration's folder, or the folder of a run, of which the newest iteration is taken.
 """
@@ -15,9 +15,9 @@ from holdfast.checkpoint.formats.files import files_of, pointer_of
 from holdfast.checkpoint.formats.megatron_dist import Whole, is_dist, read_dist
 from holdfast.checkpoint.formats.megatron_legacy import AXES, Rank, args_of, is_legacy, read_ranks
 from holdfast.checkpoint.formats.megatron_rules import built_in
-from holdfast.checkpoint.merge import merge as merged
-from holdfast.checkpoint.pieces import Catalogue, Entry, Stored, catalogue_tree, name_of
+from holdfast.checkpoint.pieces import Catalogue, Stored, TensorEntry, catalogue_tree, name_of, path_of
 from holdfast.checkpoint.rules import Fragment, Rules, merge
+from holdfast.checkpoint.trees import merge_trees
 from holdfast.errors import CheckpointError, UsageError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a run's folder of Megatron's, or one of its iterations."""
+    """Whether a folder is a Megatron run's, or that of one of its iterations."""
     try:
         return path.is_dir() and ((path / LATEST).is_file() or is_dist(path) or is_legacy(path))
     except OSError:
@@ -34,7 +34,7 @@ def recognise(path: Path) -> bool:
 
 
 def open(path: Path, *, rules: Rules | None = None) -> Catalogue:
-    """The catalogue of a checkpoint. Rules are tried before those that are built in, and rename what needs none."""
+    """The catalogue of a checkpoint. A user's rules come before the built-in ones; torch_dist they can only rename."""
     folder = newest(path)
     left_out: list[str] = []
     states: Mapping[str, Any]
@@ -71,7 +71,7 @@ def newest(path: Path) -> Path:
 
 
 def _extras(states: Mapping[str, Any], left_out: list[str]) -> Tree:
-    """What there is beside tensors: the step, the schedule, and under "megatron" what else the first rank has."""
+    """The values beside tensors: the step, the schedule, and under "megatron" what else the first rank has."""
     rest = {key: value for key, value in states.items() if not _OWN.fullmatch(key)}
     tree = {"step": states.get("iteration"), "opt_param_scheduler": states.get("opt_param_scheduler")}
     found = {**tree, "megatron": {**rest, "args": args_of(states)}}
@@ -86,7 +86,7 @@ def _dist_tree(whole: Whole, rules: Rules | None) -> Tree:
     state: dict[str, Tree] = {}
     for name, slots in whole.state.items():
         for slot, value in slots.items():
-            if isinstance(value, Entry):
+            if isinstance(value, TensorEntry):
                 entries[name_of(("optimizer", "state", name, slot))] = value
             else:
                 state.setdefault(name, {})[slot] = value
@@ -112,7 +112,7 @@ def _open_legacy(ranks: Sequence[Rank], rules: Rules | None, folder: Path) -> Tr
         raise CheckpointError(f"{folder}: {error}", hint="pass rules, see docs/checkpoint-rules.md") from error
     new = {name: target.name for name, target in chosen.targets(shapes).items()}
     try:
-        rest = merged([_untensored(rank.optimizer) for rank in ranks])
+        rest = merge_trees([_untensored(rank.optimizer) for rank in ranks])
     except UsageError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return _tree(entries, rest, new)
@@ -143,22 +143,18 @@ def _untensored(optimizer: Mapping[str, Any]) -> Tree:
 # --- the tree -------------------------------------------------------------------------------------
 
 
-def _tree(entries: Mapping[str, Entry], optimizer: Tree, new: Mapping[str, str]) -> Tree:
-    """Model and optimizer: tensors by their last names, and what else the optimizer has by its parameters' new ones."""
-    called = {_keys(old)[1]: _keys(name)[-1] for old, name in new.items() if old.startswith("model/")}
+def _tree(entries: Mapping[str, TensorEntry], optimizer: Tree, new: Mapping[str, str]) -> Tree:
+    """The tree of model and optimizer; ``new`` leads from old names of tensors to the new ones."""
+    called = {path_of(old)[1]: path_of(name)[-1] for old, name in new.items() if old.startswith("model/")}
     tree: Tree = {"model": {}}
     if optimizer["param_groups"]:
         groups = [{**g, "params": [called[name] for name in g["params"]]} for g in optimizer["param_groups"]]
         state = {called[name]: dict(slots) for name, slots in optimizer["state"].items()}
         tree["optimizer"] = plain({"state": state, "param_groups": groups})
     for name, entry in entries.items():
-        *keys, last = _keys(name)
+        *keys, last = path_of(name)
         node = tree
         for key in keys:
             node = node.setdefault(key, {})
         node[last] = entry
     return tree
-
-
-def _keys(name: str) -> list[str]:
-    return [key.replace("%2F", "/").replace("%25", "%") for key in name.split("/")]

@@ -1,7 +1,7 @@
-"""Megatron's torch_dist: a folder of DCP, and beside it ``common.pt`` with what all ranks have in common.
+"""Reads Megatron's torch_dist: a folder of DCP, and beside it ``common.pt`` with what all ranks have in common.
 
-Its tensors are whole already. What is left to do: tell weights from the optimizer's state, and take apart what
-Megatron has put together (all layers in one tensor, or a rank's part flattened).
+Its tensors are whole already. This module tells weights from the optimizer's state, and takes apart what Megatron has
+put together (all layers in one tensor, or a rank's part flattened).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.checkpoint.formats import dcp, pickled
 from holdfast.checkpoint.formats.megatron_legacy import EXTRA
 from holdfast.checkpoint.formats.megatron_optimizer import Nameless, grouped
-from holdfast.checkpoint.pieces import Box, Entry, Piece, Shape, Stored, entry_of, flat_boxes
+from holdfast.checkpoint.pieces import Box, Piece, Shape, Stored, TensorEntry, entry_of, flat_boxes
 from holdfast.errors import CheckpointError
 
 COMMON = "common.pt"
@@ -29,9 +29,9 @@ _MASTER = "fp32_param"
 
 @dataclass(kw_only=True)
 class Whole:
-    """What a checkpoint holds, by names of parameters."""
+    """The content of a checkpoint, by names of parameters."""
 
-    model: dict[str, Entry] = field(default_factory=dict)
+    model: dict[str, TensorEntry] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Whole:
 
 
 def is_dist(path: Path) -> bool:
-    """Whether a folder is one of Megatron's distributed checkpoints, of any backend."""
+    """Whether a folder is a distributed checkpoint of Megatron, of any backend."""
     return (path / COMMON).is_file() and (path / _CONFIG).is_file()
 
 
 def read_dist(path: Path, left_out: list[str]) -> Whole:
-    """All of a torch_dist checkpoint; fp32 weights in the place of rounded ones."""
+    """Reads a torch_dist checkpoint, with fp32 weights in the place of rounded ones; ``left_out`` collects the rest."""
     _refuse_others(path)
     common = pickled.load(path / COMMON, root=path)
     if not isinstance(common, dict):
@@ -52,7 +52,7 @@ def read_dist(path: Path, left_out: list[str]) -> Whole:
     items, table = dcp.read_items(path)
     whole = Whole(common=common, files=[COMMON, _CONFIG, *table.files])
     for name, value in items.items():
-        if not isinstance(value, Entry):
+        if not isinstance(value, TensorEntry):
             if value != [None]:
                 left_out.append(_object(name))
         elif match := _SLOT.fullmatch(name):
@@ -67,7 +67,7 @@ def read_dist(path: Path, left_out: list[str]) -> Whole:
 
 
 def _object(name: str) -> str:
-    """What to call something that is not a tensor: each rank has saved one."""
+    """A description of an object that is not a tensor, of which each rank has saved one."""
     name = name.partition("/shard_")[0]
     return EXTRA if name.endswith("_extra_state") else f"{name}: what each rank has of it"
 
@@ -83,7 +83,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def _settle_state(whole: Whole, path: Path, left_out: list[str]) -> None:
-    """Slots in the shapes of their parameters, a step for each, masters for weights, and groups with names.
+    """Completes the optimizer: slots in their parameters' shapes, a step for each, fp32 weights, groups with names.
 
     Which parameters a group has is not saved; it follows from Megatron's rule for groups.
     """
@@ -113,7 +113,7 @@ def _settle_state(whole: Whole, path: Path, left_out: list[str]) -> None:
 
 
 def _inner(optimizer: Any) -> dict[str, Any]:
-    """What all ranks have in common of torch's optimizer; of a chain of optimizers, their groups together."""
+    """The part of torch's optimizer that all ranks have in common; of a chain of optimizers, all groups together."""
     if not isinstance(optimizer, dict):
         return {}
     if optimizer and all(isinstance(key, int) for key in optimizer):
@@ -122,7 +122,7 @@ def _inner(optimizer: Any) -> dict[str, Any]:
     return optimizer.get("optimizer", optimizer)
 
 
-def unstacked(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+def unstacked(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
     """A tensor, or the layers that are stacked in it, each under the name it would have alone.
 
     >>> import torch
@@ -145,10 +145,10 @@ def unstacked(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
             )
             layers[piece.box.offset[0] + i].append(Piece(box=inner, stored=stored))
     for number, pieces in enumerate(layers):
-        yield f"{match[1]}.{number}.{match[2]}", Entry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))
+        yield f"{match[1]}.{number}.{match[2]}", TensorEntry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))
 
 
-def unflattened(entry: Entry, shape: Shape, what: str) -> Entry:
+def unflattened(entry: TensorEntry, shape: Shape, what: str) -> TensorEntry:
     """A tensor in its parameter's shape.
 
     Megatron before 0.14 kept each rank's part of a slot flat, under a shape that counts the parts along each
@@ -172,4 +172,4 @@ def unflattened(entry: Entry, shape: Shape, what: str) -> Entry:
             stored = piece.stored.flat(done, done + box.numel, box.shape)
             pieces.append(Piece(box=Box(offset=offset, shape=box.shape), stored=stored))
             done += box.numel
-    return Entry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))
+    return TensorEntry(shape=shape, dtype=entry.dtype, pieces=tuple(pieces))

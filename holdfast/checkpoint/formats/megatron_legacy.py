@@ -1,4 +1,4 @@
-"""Megatron's own folders: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, a file for each model-parallel rank.
+"""Reads Megatron's older folders: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, a file for each model-parallel rank.
 
 Each file numbers its layers and experts as if there were no others; here they get the numbers they have in the whole.
 The fp32 weights of the optimizer are taken where there are any, since the model's own are rounded.
@@ -31,7 +31,7 @@ _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one file has: parameters in the model's order and the optimizer, by their names in the whole."""
+    """The content of one file: parameters in the model's order and the optimizer, by their names in the whole model."""
 
     file: str
     place: Mapping[str, int]
@@ -41,7 +41,7 @@ class Rank:
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether a folder has such files."""
+    """Whether a folder has a file for each model-parallel rank."""
     return any(_FOLDER.fullmatch(one.parent.name) for one in path.glob(f"mp_rank_*/{FILE}"))
 
 
@@ -58,7 +58,7 @@ def read_ranks(path: Path, left_out: list[str]) -> list[Rank]:
 
 
 def args_of(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the run, as far as the file has them."""
+    """The arguments of the run, if the file has them."""
     args = states.get("args")
     return args.fields if isinstance(args, Foreign) else {}
 
@@ -83,7 +83,7 @@ def _states(file: Path, root: Path) -> dict[str, Any]:
 
 
 def _place(folder: str, args: Mapping[str, Any]) -> dict[str, int]:
-    """Where a rank stands. Of pipeline and expert parallelism, a folder's name tells only those that there are."""
+    """The place of a rank, from its folder's name, which leaves out axes (pipeline, experts) of size 1."""
     match = _FOLDER.fullmatch(folder)
     assert match is not None
     tp, second, third = (int(number or 0) for number in match.groups())
@@ -112,7 +112,7 @@ def _refuse_incomplete(ranks: Sequence[Rank], args: Mapping[str, Any], path: Pat
 
 
 def _named(ranks: Sequence[Rank], path: Path) -> list[Rank]:
-    """Every rank's parameters under the names they have in the whole."""
+    """All ranks with their parameters under the names in the whole model."""
     layers = _first_layers(ranks, path)
     experts = {rank.file: _experts(rank) for rank in ranks}
     named = []
@@ -130,7 +130,7 @@ def _named(ranks: Sequence[Rank], path: Path) -> list[Rank]:
 
 
 def _tensors(rank: Rank) -> Iterator[tuple[int, str, Any]]:
-    """The number of a virtual stage, a name there, and what it is."""
+    """Triples of a virtual stage's number, a name in it, and the value."""
     for key, section in rank.states.items():
         if match := re.fullmatch(r"model(\d*)", key):
             for name, value in _flattened(section):
@@ -173,7 +173,7 @@ def _first_layers(ranks: Sequence[Rank], path: Path) -> dict[tuple[int, int], di
 
 
 def _experts(rank: Rank) -> int:
-    """How many experts of each layer a rank has."""
+    """The number of experts of each layer on a rank."""
     return len({match[2] for _, name, _ in _tensors(rank) if (match := _EXPERT.fullmatch(name))})
 
 
@@ -186,7 +186,7 @@ def _renumbered(name: str, first: Mapping[str, int], first_expert: int) -> str:
 
 
 def _untied(rank: Rank, ranks: Sequence[Rank]) -> dict[str, Stored]:
-    """The last stage's copy of tied embeddings goes by the name of the embeddings: without stages there is none."""
+    """A rank's model, in which the last stage's copy of tied embeddings has the name of the embeddings."""
     tied = args_of(rank.states).get("untie_embeddings_and_output_weights") is False
     heads = _HEADS if tied else _HEADS[1:]
     names = {name for one in ranks for name in one.model if name.endswith("embedding.word_embeddings.weight")}

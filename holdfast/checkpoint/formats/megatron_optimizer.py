@@ -1,4 +1,4 @@
-"""Names for what a Megatron optimizer keeps by number.
+"""Finds the names of parameters that a Megatron optimizer keeps by number.
 
 Megatron puts parameters into groups in the model's order: those with weight decay, and those without (biases and
 vectors). That is followed here, and what it gives is checked against the number and the shapes of what was saved;
@@ -47,7 +47,7 @@ def named_optimizer(
 
 
 def _inner(optimizer: Any) -> tuple[dict[str, Any], list[Any]]:
-    """What torch's optimizer saved, and the fp32 weights beside it."""
+    """The state of torch's own optimizer, and the fp32 weights beside it."""
     if not isinstance(optimizer, dict):
         raise Nameless("has a chain of optimizers")
     masters = optimizer.get("fp32_from_fp16_params") or []
@@ -90,7 +90,7 @@ def _decays(group: Mapping[str, Any]) -> bool:
 
 
 def _has_decay(name: str, shape: Shape, decays_qk: bool) -> bool:
-    """All have but biases and vectors; the norms of queries and keys, if the run was told so."""
+    """Whether a parameter has weight decay: no bias or vector has, except norms of queries and keys on demand."""
     if decays_qk and ("q_layernorm." in name or "k_layernorm." in name):
         return True
     return len(shape) != 1 and not name.endswith(".bias")

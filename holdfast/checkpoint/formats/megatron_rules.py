@@ -1,4 +1,4 @@
-"""How Megatron cuts a GPT among tensor-parallel ranks: the rules that are built in.
+"""The built-in rules for how Megatron cuts a GPT among tensor-parallel ranks.
 
 Query, key and value of a group of heads lie together in one fused tensor, and a rank has whole groups, so that
 tensor is cut along its first dimension like any other. A gated MLP (SwiGLU) is fused too, but each rank has its part
@@ -71,7 +71,7 @@ def _one(matches: Iterable[str], pattern: Pattern) -> Rule:
 
 
 def is_gated(name: str, shapes: Mapping[str, Shape]) -> bool | None:
-    """Whether an MLP's first matrix is two: twice as large as what the second takes. None if that cannot be told."""
+    """Whether an MLP is gated: its first matrix is twice as large as its second takes. None if that cannot be told."""
     second = name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
     shape = shapes.get(re.sub(r"bias(\d*)$", r"weight\1", second), ())
     if len(shape) != 2 or not shape[1] or not shapes[name]:

@@ -1,4 +1,4 @@
-"""What all writers of foreign formats need: files that appear whole or not at all, and tensors read as they go."""
+"""Helpers of all writers of foreign formats: files that appear whole or not at all, and tensors read while written."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.disk import Bytes, explained, sync_folder
-from holdfast.checkpoint.objects import NUMPY
-from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.read import find, read_range
-from holdfast.checkpoint.write import Array
+from holdfast.checkpoint.pieces import NUMPY, Catalogue
+from holdfast.checkpoint.safetensors_writer import Array
+from holdfast.checkpoint.tensor_reader import find, read_range
+from holdfast.checkpoint.trees import replace_refs
 from holdfast.errors import UsageError
 
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Another name to write a file or folder under; it gets its own when all of it is durable.
+    """A temporary name to write a file or folder under; it gets its own name when all of it is durable.
+
+    After an error nothing is left. ``UsageError`` if the path exists.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +50,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def array(catalogue: Catalogue, name: str, *, called: str | None = None) -> Array:
-    """A logical tensor that is read while it is written, under its own name or another."""
+    """A logical tensor as an array to write, which is read block by block; ``called`` is another name for it."""
     entry = find(catalogue, name)
     size = entry.dtype.itemsize
 
@@ -60,8 +62,9 @@ def array(catalogue: Catalogue, name: str, *, called: str | None = None) -> Arra
 
 
 def without_numpy(node: Any) -> Any:
-    """A part of a tree with plain tensors for what were numpy arrays: nobody else knows how they are marked.
+    """A part of a tree with plain tensors in the place of numpy arrays: other readers do not know our mark of those.
 
+    >>> from holdfast.checkpoint.pieces import Ref
     >>> without_numpy({"rng": {"__numpy__": Ref(name="rng")}})
     {'rng': Ref(name='rng')}
     """
@@ -73,11 +76,5 @@ def without_numpy(node: Any) -> Any:
 
 
 def with_arrays(catalogue: Catalogue, node: Any) -> Any:
-    """A part of the catalogue's tree with an array in each reference's place."""
-    if isinstance(node, Ref):
-        return array(catalogue, node.name)
-    if isinstance(node, dict):
-        return {key: with_arrays(catalogue, value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(with_arrays(catalogue, value) for value in node)
-    return node
+    """A part of the catalogue's tree with an array to write in the place of each reference."""
+    return replace_refs(node, lambda ref: array(catalogue, ref.name))

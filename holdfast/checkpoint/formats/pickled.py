@@ -1,4 +1,4 @@
-"""Reads foreign pickles: no code of theirs runs, and no tensor is read, only where it lies.
+"""Reads foreign pickles without running their code; of tensors, only where they lie.
 
 A pickle is a program that may call anything it can import. Here it reaches what ``rebuild.ALLOWED`` lists and
 nothing else; objects of frameworks become :class:`Foreign` records, tensors become ``Stored``.
@@ -18,14 +18,14 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 
-from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, Archive, Span, Window, legacy_spans
+from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, ZIP, Archive, StorageSpan, Window, legacy_spans
 from holdfast.checkpoint.formats.rebuild import (
     ALLOWED,
     NumpyType,
+    PickleRefused,
     RawArray,
     RawStorage,
     RawTensor,
-    Refused,
     StorageType,
     Stub,
     check_keys,
@@ -44,6 +44,7 @@ FOREIGN: Allow = {
     *(("pathlib", name) for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
 }
 FOREIGN_PACKAGES = ("deepspeed", "megatron")
+# Values without parts.
 _LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
 # Where on the stack the keys are that an instruction is about to put into a dict or set, and so to hash.
 _KEYS = {
@@ -82,7 +83,11 @@ class Foreign:
 
 
 def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, allow: Allow = ()) -> Any:
-    """What ``torch.save`` or ``pickle`` wrote into a file, or into some bytes of it, with ``Stored`` for tensors.
+    """Reads what ``torch.save`` or ``pickle`` wrote into a file, or into some bytes of it, with ``Stored`` for tensors.
+
+    ``root`` is the checkpoint's folder, to which names of files are relative; ``allow`` are further classes that may
+    appear, as :class:`Foreign`. Raises ``CheckpointError`` for a damaged file, and for a pickle that does more than
+    hold data.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -91,12 +96,12 @@ def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, 
     >>> tree["step"], tree["w"].file, tree["w"].shape
     (7, 'a.pt', (2, 3))
     """
-    with Source(path, root=root) as source:
+    with PickleFile(path, root=root) as source:
         return source.load(offset=offset, length=length, allow=allow)
 
 
-class Source:
-    """An open file from which pickles are read: one, or thousands of small ones at their offsets."""
+class PickleFile:
+    """An open file with pickles: one, or thousands of small ones at their offsets."""
 
     def __init__(self, path: Path, *, root: Path) -> None:
         self.path, self.name = path, path.relative_to(root).as_posix()
@@ -106,7 +111,7 @@ class Source:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self.bytes = os.fstat(self._fd).st_size
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> PickleFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -117,7 +122,7 @@ class Source:
         return cast(BinaryIO, io.BufferedReader(Window(self._fd, start=offset, length=length)))
 
     def load(self, *, offset: int = 0, length: int | None = None, allow: Allow = (), name: str = "") -> Any:
-        """What was saved there; ``name`` says in errors what it should be."""
+        """Reads what was saved at an offset, see :func:`load`; ``name`` says in errors what it should be."""
         where = f"{self.path} at byte {offset}" if offset or length is not None else str(self.path)
         where += f" ({name})" if name else ""
         length = self.bytes - offset if length is None else length
@@ -129,7 +134,7 @@ class Source:
         reader = _Reader(file=self.name, where=where, allow=allow)
         try:
             return _load(stream, reader, start=offset, length=length)
-        except Refused as error:
+        except PickleRefused as error:
             raise CheckpointError(f"{where} is refused: {error}", hint=error.hint) from error
         except RecursionError as error:
             raise CheckpointError(f"{where} is refused: it is nested too deeply") from error
@@ -138,7 +143,7 @@ class Source:
 
 
 def _load(stream: BinaryIO, reader: _Reader, *, start: int, length: int) -> Any:
-    if stream.read(4) == b"PK\x03\x04":
+    if stream.read(4) == ZIP:
         archive = Archive(stream, start=start, length=length, where=reader.where)
         code = archive.read("data.pkl")
         return reader.read(io.BytesIO(code), lambda key: archive.span(f"data/{key}"), size=len(code))
@@ -149,10 +154,10 @@ def _load(stream: BinaryIO, reader: _Reader, *, start: int, length: int) -> Any:
     reader.read(stream, None, size=length)  # the version of the protocol
     system = reader.read(stream, None, size=length)
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise Refused("it was not written on a little-endian machine", "only little-endian files are read")
+        raise PickleRefused("it was not written on a little-endian machine", "only little-endian files are read")
     at = stream.tell()
-    # Where the storages are is told behind the tree that needs to know: so the tree is read twice.
-    reader.read(stream, lambda _: Span(offset=0, length=1 << 62), size=length)
+    # The places of the storages stand behind the tree that needs them, so the tree is read twice.
+    reader.read(stream, lambda _: StorageSpan(offset=0, length=1 << 62), size=length)
     keys = reader.read(stream, None, size=length)
     itemsizes = {key: kind.dtype.itemsize for key, kind in reader.storages.items()}
     locate = legacy_spans(stream, keys, itemsizes, start=start, length=length, where=reader.where)
@@ -169,16 +174,18 @@ class _Reader:
     allow: Allow
     storages: dict[str, StorageType] = field(default_factory=dict)
 
-    def read(self, stream: BinaryIO, locate: Callable[[str], Span] | None, *, size: int) -> Any:
+    def read(self, stream: BinaryIO, locate: Callable[[str], StorageSpan] | None, *, size: int) -> Any:
+        """The next pickle of a stream of ``size`` bytes; ``locate`` gives the bytes of a storage."""
         try:
             found = _Unpickler(stream, reader=self, locate=locate).load()
-        except (Refused, CheckpointError, OSError, RecursionError):
+        except (PickleRefused, CheckpointError, OSError, RecursionError):
             raise
-        except Exception as error:  # bytes that are no pickle can lead to any
-            raise Refused(f"it is not a readable pickle, {error}", DAMAGED) from error
+        except Exception as error:  # bytes that are no pickle can raise anything
+            raise PickleRefused(f"it is not a readable pickle, {error}", DAMAGED) from error
         return _Cleaner(file=self.file).clean(found, limit=size * _SHARING)
 
     def find(self, module: str, name: str) -> Any:
+        """The stand-in for a class or function that a pickle names; refuses all that are not listed."""
         # Pickles of protocol 2, as torch writes them, use the names of Python 2.
         wanted = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if wanted in ALLOWED:
@@ -186,7 +193,7 @@ class _Reader:
         module, name = wanted
         if wanted in FOREIGN or wanted in self.allow or module.split(".")[0] in FOREIGN_PACKAGES:
             return stub(module, name)
-        raise Refused(
+        raise PickleRefused(
             f"its pickle needs {module}.{name}, which is not on the list of harmless classes",
             "do not trust this file, or save it again with plain tensors, numbers, texts, lists and dicts only",
         )
@@ -201,39 +208,46 @@ def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one in Python: in the faster one, a pickle of ten bytes can claim 64 GB for its memo."""
+    """An unpickler that reaches only what its reader allows.
+
+    Based on the one in Python: in the faster one in C, a pickle of ten bytes can claim 64 GB for its memo.
+    """
 
     dispatch: ClassVar = {
         **pickle._Unpickler.dispatch,
         **{code[0]: _checked(pickle._Unpickler.dispatch[code[0]], keys) for code, keys in _KEYS.items()},
     }
 
-    def __init__(self, stream: BinaryIO, *, reader: _Reader, locate: Callable[[str], Span] | None) -> None:
+    def __init__(self, stream: BinaryIO, *, reader: _Reader, locate: Callable[[str], StorageSpan] | None) -> None:
         super().__init__(stream)
         self._reader, self._locate = reader, locate
         self._known: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Called by pickle for each class or function."""
         if (module, name) not in self._known:
             self._known[module, name] = self._reader.find(module, name)
         return self._known[module, name]
 
     def persistent_load(self, pid: Any) -> RawStorage:
+        """Called by pickle for each storage of a tensor."""
         if self._locate is None or not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise Refused(f"its pickle refers to {shown(pid)}")
+            raise PickleRefused(f"its pickle refers to {shown(pid)}")
         _, kind, key, _, count, *view = pid
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(count) is not int or count < 0:
-            raise Refused(f"its pickle refers to storage {shown(pid)}")
+            raise PickleRefused(f"its pickle refers to storage {shown(pid)}")
         if self._reader.storages.setdefault(key, kind).dtype.itemsize != kind.dtype.itemsize:
-            raise Refused(f"storage {key} is used with two types")
+            raise PickleRefused(f"storage {key} is used with two types")
         span, width = self._locate(key), kind.dtype.itemsize
         if count * width > span.length:
-            raise Refused(f"storage {key} has {span.length} bytes and should have {count * width}", "copy it again")
+            raise PickleRefused(
+                f"storage {key} has {span.length} bytes and should have {count * width}", "copy it again"
+            )
         skip = 0
         if view and view[0] is not None:  # old files: a storage that is part of another
             _, start, count = view[0]
             if type(start) is not int or type(count) is not int or start < 0 or (start + count) * width > span.length:
-                raise Refused(f"its pickle refers to storage {shown(pid)}")
+                raise PickleRefused(f"its pickle refers to storage {shown(pid)}")
             skip = start * width
         return RawStorage(key=key, dtype=kind.dtype, offset=span.offset + skip, nbytes=count * width)
 
@@ -247,9 +261,10 @@ class _Cleaner:
     open: set[int] = field(default_factory=set)
 
     def clean(self, found: Any, *, limit: int) -> Any:
+        """The plain form of a tree of at most ``limit`` nodes; refuses loops."""
         made, size = self._clean(found)
         if size > limit:
-            raise Refused("its pickle repeats its own parts without end")
+            raise PickleRefused("its pickle repeats its own parts without end")
         return made
 
     def _clean(self, node: Any) -> tuple[Any, int]:
@@ -259,7 +274,7 @@ class _Cleaner:
         if id(node) in self.done:
             return self.done[id(node)]
         if id(node) in self.open:
-            raise Refused("its pickle contains itself", "save it without the loop")
+            raise PickleRefused("its pickle contains itself", "save it without the loop")
         self.open.add(id(node))
         self.done[id(node)] = self._make(node)
         self.open.remove(id(node))
@@ -274,7 +289,7 @@ class _Cleaner:
             return Stored(file=self.file, offset=at, dtype=kind, shape=shape, strides=(1,)), 1
         if isinstance(node, RawArray):
             if node.value is None:
-                raise Refused("it holds a numpy array without its data", DAMAGED)
+                raise PickleRefused("it holds a numpy array without its data", DAMAGED)
             return node.value, 1
         if isinstance(node, NumpyType):
             return Foreign(module="numpy", name="dtype", args=(node.code,)), 1
@@ -302,10 +317,10 @@ class _Cleaner:
 
 
 def _named(node: Any) -> Foreign:
-    """A class or function as a value: only what it is called."""
+    """A class or function that is a value in a pickle, as its name."""
     if isinstance(node, type) and issubclass(node, Stub):
         return Foreign(module=node.module, name=node.name)
     for (module, name), allowed in ALLOWED.items():
         if node is allowed:
             return Foreign(module=module, name=name)
-    raise Refused(f"it holds a {type(node).__name__}, which is no plain data")
+    raise PickleRefused(f"it holds a {type(node).__name__}, which is no plain data")

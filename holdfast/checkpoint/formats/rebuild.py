@@ -1,4 +1,4 @@
-"""What a foreign pickle may call: functions that check their arguments and make inert records.
+"""The functions that a foreign pickle may call. They check their arguments and make records that do nothing.
 
 Nothing here imports or runs what the pickle names. Whatever is handed to a pickle refuses ``__setstate__``,
 or else a pickle could change it after it was checked.
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-MOST_DIMENSIONS = 64
+MOST_DIMENSIONS = 64  # of a tensor, as in torch
 KEY_LIMIT = 1000  # parts of a key of a dict: tuples in tuples are hashed anew each time, and may double with each level
 EXPANDED_LIMIT = 64 << 20  # bytes: a tensor that repeats its storage (``expand``) may be no larger than this
 
 
-class Refused(Exception):
-    """The pickle does something that it may not; ``hint`` says what to do."""
+class PickleRefused(Exception):
+    """An error: the pickle does something that it may not; ``hint`` says what the user can do."""
 
     def __init__(self, message: str, hint: str = "do not trust this file, unless you know why it does so") -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 def shown(value: Any) -> str:
-    """A value in an error: not all of it, which may be endless."""
+    """A value as text for an error, cut off if it is long."""
     return reprlib.repr(value)
 
 
@@ -45,14 +45,14 @@ def check_keys(keys: Iterable[Any]) -> None:
                 parts += part.args
                 parts += part.state.values() if isinstance(part.state, dict) else ()
             if len(parts) > KEY_LIMIT:
-                raise Refused("its pickle has a key of a dict, or a member of a set, that is nested without end")
+                raise PickleRefused("its pickle has a key of a dict, or a member of a set, that is nested without end")
 
 
 class Sealed:
-    """Base of what a pickle may hold but not change. A dataclass with slots would bring a way to do it."""
+    """Base of records that a pickle may hold but not change (a dataclass with slots would add a way to do so)."""
 
     def __setstate__(self, state: Any) -> None:
-        raise Refused("its pickle changes a tensor, storage or function after it was made")
+        raise PickleRefused("its pickle changes a tensor, storage or function after it was made")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Call(Sealed):
 
 @dataclass(frozen=True)
 class StorageType(Sealed):
-    """Stands for ``torch.FloatStorage`` and its like."""
+    """A stand-in for ``torch.FloatStorage`` and the like."""
 
     dtype: torch.dtype
 
@@ -93,7 +93,7 @@ class RawTensor(Sealed):
 
 
 class Stub:
-    """An object of a class that is not imported: what it was made from and its state."""
+    """A stand-in for an object of a class that is not imported: its arguments and its state."""
 
     module = name = ""
 
@@ -120,7 +120,7 @@ def stub(module: str, name: str) -> type[Stub]:
 
 
 class Dict(dict[Any, Any]):
-    """Stands for dicts with attributes (a module's state_dict has ``_metadata``), which are dropped."""
+    """A stand-in for dicts with attributes (a module's state_dict has ``_metadata``), which are dropped."""
 
     def __init__(self, *args: Any) -> None:
         for items in args:
@@ -132,7 +132,7 @@ class Dict(dict[Any, Any]):
 
 
 class DefaultDict(Dict):
-    """Stands for a defaultdict, whose factory is dropped."""
+    """A stand-in for a defaultdict, whose factory is dropped."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -145,24 +145,27 @@ class NumpyType:
 
     def __init__(self, code: str, *_: Any) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[biufc](1|2|4|8|16)", code):
-            raise Refused(f"it holds a numpy array of type {shown(code)}", "only arrays of numbers are read")
+            raise PickleRefused(f"it holds a numpy array of type {shown(code)}", "only arrays of numbers are read")
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "="):
-            raise Refused(
+            raise PickleRefused(
                 f"it holds a numpy array of byte order {shown(state[1])}", "only little-endian files are read"
             )
 
     def read(self, data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """The elements in some bytes, flat; refuses bytes that do not fit the shape."""
         dtype = np.dtype(self.code)
         if not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
-            raise Refused(f"it holds a numpy array of shape {shape} whose bytes do not fit", "the file may be damaged")
+            raise PickleRefused(
+                f"it holds a numpy array of shape {shape} whose bytes do not fit", "the file may be damaged"
+            )
         return np.frombuffer(data, dtype)
 
 
 class RawArray:
-    """A numpy array, known when the pickle gives it its state."""
+    """A numpy array; its value comes when the pickle sets its state."""
 
     value: np.ndarray[Any, Any] | None = None  # of the class: a pickle need not call __init__
 
@@ -172,15 +175,15 @@ class RawArray:
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, data = state
         if not isinstance(kind, NumpyType):
-            raise Refused("it holds a numpy array of no known type", "only arrays of numbers are read")
+            raise PickleRefused("it holds a numpy array of no known type", "only arrays of numbers are read")
         shape = _sizes(shape)
         if not is_possible(shape):
-            raise Refused(f"it holds a numpy array of shape {shown(shape)}, which none can have")
+            raise PickleRefused(f"it holds a numpy array of shape {shown(shape)}, which none can have")
         self.value = kind.read(data, shape).reshape(shape, order="F" if fortran else "C").copy()
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Whether torch could make a tensor of such a shape, were there memory enough; also of an empty one.
+    """Whether torch could make a tensor of a shape, given memory enough; sizes of empty tensors are bounded, too.
 
     >>> is_possible((0, 2**40)), is_possible((0, 2**70)), is_possible([1] * 65)
     (True, False, False)
@@ -190,34 +193,36 @@ def is_possible(shape: Sequence[int]) -> bool:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 60 for n in values):
-        raise Refused(f"a tensor has sizes or strides {shown(values)}")
+        raise PickleRefused(f"a tensor has sizes or strides {shown(values)}")
     return tuple(values)
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None = None) -> RawTensor:
     if not isinstance(storage, RawStorage) or type(offset) is not int or offset < 0:
-        raise Refused(f"a tensor lies at {shown(offset)} of {type(storage).__name__}")
+        raise PickleRefused(f"a tensor lies at {shown(offset)} of {type(storage).__name__}")
     shape, strides, dtype = _sizes(size), _sizes(stride), dtype or storage.dtype
     if len(shape) != len(strides):
-        raise Refused(f"a tensor of shape {shape} has strides {strides}")
+        raise PickleRefused(f"a tensor of shape {shape} has strides {strides}")
     width, count = dtype.itemsize, math.prod(shape)
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if count and (offset + last + 1) * width > storage.nbytes:
-        raise Refused(
+        raise PickleRefused(
             f"a tensor of shape {shape} and strides {strides} reaches beyond storage {storage.key}, "
             f"which has {storage.nbytes} bytes"
         )
     if count * width > max(storage.nbytes, EXPANDED_LIMIT):
-        raise Refused(f"a tensor of shape {shape} repeats storage {storage.key}", "save it with .contiguous()")
+        raise PickleRefused(f"a tensor of shape {shape} repeats storage {storage.key}", "save it with .contiguous()")
     if not is_possible(shape):
-        raise Refused(f"a tensor has the shape {shown(shape)}, which no tensor can have")
+        raise PickleRefused(f"a tensor has the shape {shown(shape)}, which no tensor can have")
     where = storage.offset + (offset * width if count else 0)
     return RawTensor(offset=where, dtype=dtype, shape=shape, strides=strides)
 
 
 def _plain(metadata: Any) -> None:
     if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
-        raise Refused(f"a tensor is marked {shown(metadata)}", "call .resolve_conj().resolve_neg() before saving it")
+        raise PickleRefused(
+            f"a tensor is marked {shown(metadata)}", "call .resolve_conj().resolve_neg() before saving it"
+        )
 
 
 def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RawTensor:
@@ -230,7 +235,7 @@ def _tensor_v3(
 ) -> RawTensor:
     _plain(metadata)
     if not isinstance(dtype, torch.dtype):
-        raise Refused(f"a tensor has dtype {shown(dtype)}")
+        raise PickleRefused(f"a tensor has dtype {shown(dtype)}")
     return _tensor(storage, offset, size, stride, dtype)
 
 
@@ -241,13 +246,13 @@ def _parameter(data: Any, *_: Any) -> Any:
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     """A tensor with Python attributes, which are dropped; subclasses of tensors mean more than their bytes."""
     if not isinstance(function, Call) or kind is not TENSOR or not isinstance(args, tuple):
-        raise Refused(f"it holds a tensor of the class {shown(kind)}", "save plain tensors")
+        raise PickleRefused(f"it holds a tensor of the class {shown(kind)}", "save plain tensors")
     return function(*args)
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise Refused(f"it encodes {type(text).__name__} as {shown(encoding)}")
+        raise PickleRefused(f"it encodes {type(text).__name__} as {shown(encoding)}")
     return text.encode("latin1")
 
 
@@ -262,25 +267,25 @@ def _set(kind: type[set[Any]] | type[frozenset[Any]]) -> Call:
 
 def _bytes(*args: Any) -> bytes:
     if args and not (len(args) == 1 and isinstance(args[0], bytes)):
-        raise Refused("it makes bytes from something else than bytes")  # bytes(10**12) would fill the memory
+        raise PickleRefused("it makes bytes from something else than bytes")  # bytes(10**12) would fill the memory
     return b"".join(args)
 
 
 def _member(kind: Any, name: Any) -> Stub:
     """Python 3.11 pickles a member of an enum as ``getattr(class, name)``; nothing else is looked up."""
     if not (isinstance(kind, type) and issubclass(kind, Stub) and isinstance(name, str)):
-        raise Refused(f"it calls getattr({shown(kind)}, {shown(name)})")
+        raise PickleRefused(f"it calls getattr({shown(kind)}, {shown(name)})")
     return kind(name)
 
 
 def _scalar(kind: Any, data: Any) -> Any:
     if not isinstance(kind, NumpyType):
-        raise Refused("it holds a numpy number of no known type", "only numbers are read")
+        raise PickleRefused("it holds a numpy number of no known type", "only numbers are read")
     return kind.read(data, ()).item()
 
 
 class NumpyArrayType(Sealed):
-    """Stands for ``numpy.ndarray`` where it is an argument."""
+    """A stand-in for ``numpy.ndarray`` as an argument."""
 
 
 TENSOR = Call(lambda *_: _sizes(None))  # torch.Tensor as an argument; calling it is refused

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.checkpoint.pieces import Catalogue, Ref
-from holdfast.checkpoint.read import read_tensor
+from holdfast.checkpoint.tensor_reader import read_tensor
 
 
 def read_tree(catalogue: Catalogue, node: Any = None) -> Any:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.checkpoint.read import read_tensor
 from holdfast.checkpoint.rules import Rules
+from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.errors import CheckpointError, UsageError
 
 RULES = Rules.from_yaml(r"""
