@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.bench.race import free_port
+from holdfast.cluster import local
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.events import read_events
-from holdfast.cluster.local import LocalWorker, start_zygote
+from holdfast.cluster.local import LocalWorker
+from tests import warm
 
 TRAIN = Path(__file__).parent / "faults" / "train.py"
 HEARTBEAT = 3.0  # seconds: a worker that waits for its turn on a busy machine is not lost
+START_FRESH_ZYGOTE = local.start_zygote  # an interpreter of its own, that still has to import torch
 _zygote: list[Any] = []
+warm.use_nursery()
 
 
 @dataclass(kw_only=True)
@@ -124,9 +128,9 @@ def hurry(agent: Agent) -> None:
 
 
 def _zygote_number(number: int) -> Any:
-    """Kept from test to test: a zygote imports torch once. The next one imports it while this one is at work."""
-    while len(_zygote) <= number + 1:
-        _zygote.append(start_zygote())
+    """Kept from test to test. Each host of a run has one of its own."""
+    while len(_zygote) <= number:
+        _zygote.append(warm.start_zygote())
     return _zygote[number]
 
 
@@ -136,7 +140,7 @@ def doomed_zygote(*, importing: bool = False) -> Iterator[None]:
     _zygote_number(0)
     kept = _zygote.pop(0)
     if importing:
-        _zygote.insert(0, start_zygote())
+        _zygote.insert(0, START_FRESH_ZYGOTE())
     try:
         yield
     finally:
