@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -94,10 +95,13 @@ def launch(
     faults: str = "",
     environment: dict[str, str] | None = None,
     meddle: Meddler | None = None,
-    seconds: float = 100.0,
+    seconds: float = 200.0,
     **settings: Any,
 ) -> Result:
-    """One run on this machine, to its end. ``meddle`` may disturb it from outside."""
+    """One run on this machine, to its end. ``meddle`` may disturb it from outside.
+
+    After ``seconds`` it is given up as hung: much longer than any run takes, also on a busy machine.
+    """
     said: list[str] = []
     defaults = {"heartbeat_timeout": HEARTBEAT, "log_dir": folder / "logs"}
     chosen = AgentSettings(
@@ -194,7 +198,7 @@ def launch_hosts(
     meddle: Callable[[Hosts], Awaitable[None]],
     environment: dict[str, str],
     faults: str = "",
-    seconds: float = 90.0,
+    seconds: float = 200.0,
     **settings: Any,
 ) -> Result:
     """One run on several hosts, to its end; the code is that of the first host."""
@@ -213,12 +217,30 @@ def launch_hosts(
     return _result(folder, asyncio.run(run()), folder / "logs", said)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
+def collect(folder: Path) -> Result:
+    """What several agents have left behind so far, each in a folder of its own below this one."""
+    events = [e for path in sorted(folder.glob("*/logs/events.jsonl")) for e in read_events(path)]
+    events.sort(key=lambda e: e["t"])
+    results = folder / "results.jsonl"
+    lines = results.read_text().splitlines() if results.exists() else []
+    return Result(code=0, events=events, said=[], results=[json.loads(line) for line in lines])
+
+
+def wait_until(what: str, condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Returns when the condition holds; the seconds are those after which a test is broken, not slow."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it never came: {what}"
+        time.sleep(0.02)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """As ``wait_until``, among other tasks."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("it never happened")
         await asyncio.sleep(0.005)
-    raise TimeoutError("it never happened")
 
 
 def count_events(agent: Agent, event: str, **fields: Any) -> int:

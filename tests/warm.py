@@ -103,29 +103,44 @@ class ForkedCoordinator:
         self._forked.kill()
 
 
-def start(
-    module: str,
-    *arguments: str,
-    environment: dict[str, str] | None = None,
-    folder: Path | None = None,
-    stdout: int = 1,
-    stderr: int = 2,
-    passed: list[int] | None = None,
-    namespace: str = "",
-    new_group: bool = False,
-) -> Forked:
+def start(module: str, *arguments: str, environment: dict[str, str], passed: list[int]) -> Forked:
     """``python -m module arguments`` in a fork. ``{0}`` in an argument is the first passed descriptor's new number."""
-    order = {
-        "module": module,
-        "arguments": arguments,
-        "environment": dict(os.environ if environment is None else environment),
-        "folder": str(folder or Path.cwd()),
-        "namespace": f"/run/netns/{namespace}" if namespace else f"/proc/{os.getpid()}/ns/net",
-        "group": 0 if new_group else os.getpgrp(),
-    }
     sys.stdout.flush()
     sys.stderr.flush()
-    return Forked(order, passed or [], stdout=stdout, stderr=stderr)
+    return Forked(_order(module, arguments, environment, Path.cwd(), ""), passed, stdout=1, stderr=2)
+
+
+def _order(module: str, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, namespace: str) -> Order:
+    """With no namespace named, that of this process; the process group is this process's."""
+    return {
+        "module": module,
+        "arguments": arguments,
+        "environment": environment,
+        "folder": str(folder),
+        "namespace": f"/run/netns/{namespace}" if namespace else f"/proc/{os.getpid()}/ns/net",
+        "group": os.getpgrp(),
+    }
+
+
+class Command(Forked):
+    """``holdfast WORDS`` in a process group of its own; its output goes to files in ``folder``, named after it."""
+
+    def __init__(
+        self, *words: str, folder: Path, name: str = "command", namespace: str = "", **environment: str
+    ) -> None:
+        self._outputs = [folder / f"{name}.{stream}" for stream in ("out", "err")]
+        order = _order("holdfast.cli", words, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, folder, namespace)
+        with self._outputs[0].open("w") as out, self._outputs[1].open("w") as err:
+            super().__init__({**order, "group": 0}, [], stdout=out.fileno(), stderr=err.fileno())
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return self._outputs[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text()
 
 
 def start_zygote() -> socket.socket:
@@ -268,7 +283,8 @@ def _run(order: Order, descriptors: list[int], own_nursery: socket.socket) -> in
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     use_nursery()
-    return _run_module(order["module"], [word.format(*passed) for word in order["arguments"]])
+    words = [word.format(*passed) if passed else word for word in order["arguments"]]
+    return _run_module(order["module"], words)
 
 
 def _run_module(module: str, arguments: list[str]) -> int:

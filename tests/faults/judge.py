@@ -16,7 +16,7 @@ from tests.faults import pipeline
 from tests.harness import Result, assert_each_sample_once_per_epoch, assert_every_worker_commits_each_step_once, launch
 
 PIPELINE = Path(pipeline.__file__)
-FEW = 3  # with a larger --soak the sweeps are complete
+FEW = 3  # the --soak of `make test`; with a larger one the sweeps are complete
 STEPS = 8
 HEARTBEAT = 5.0  # a worker that waits for a core is not lost
 HEADER = 1600  # bytes, at most, that describe one unit when it is sent
@@ -31,10 +31,20 @@ def train(folder: Path, *, workers: int, stages: str, tolerate: int = 1, steps: 
     return launch(folder, script=PIPELINE, workers=workers, environment=environment, **settings)
 
 
+def is_thorough(config: pytest.Config) -> bool:
+    """Whether every case of the sweeps is to be run."""
+    return bool(config.getoption("--soak") > FEW)
+
+
+def scenarios(config: pytest.Config) -> range:
+    """The seeds of a soak with real processes: `make test` has one, and hundreds of them in tests/world."""
+    return range(config.getoption("--soak") if is_thorough(config) else 1)
+
+
 def sweep(metafunc: pytest.Metafunc, name: str, complete: Sequence[Any], some: Sequence[Any]) -> None:
-    """All cases with a long soak, some of them without."""
+    """All cases in `make thorough`, some of them in `make test`."""
     if name in metafunc.fixturenames:
-        cases = complete if metafunc.config.getoption("--soak") > FEW else some
+        cases = complete if is_thorough(metafunc.config) else some
         metafunc.parametrize(name, cases, ids=["-".join(map(str, case)) for case in cases])
 
 
