@@ -33,7 +33,7 @@ from holdfast.cluster import keeper, local, zygote
 Order = dict[str, Any]
 MESSAGE = 2**18  # bytes: an environment of 20 kB must fit, and a Unix socket takes 208 kB
 DESCRIPTORS = 8  # at most, with one order
-START_SECONDS = 60.0  # for the nursery to import torch on a busy machine
+START_SECONDS = 120.0  # for the nursery to import torch on a busy machine
 _own_nursery: socket.socket | None = None  # in a process that the nursery has forked
 
 
@@ -62,8 +62,9 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; minus the number of the signal that killed it."""
         if self.returncode is None:
-            ready, _, _ = select.select([self._report], [], [], timeout)
-            if not ready:
+            waiting = select.poll()  # select() takes no numbers above 1,023, and some tests open more
+            waiting.register(self._report, select.POLLIN)
+            if not waiting.poll(None if timeout is None else 1000 * timeout):
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             self.returncode = int(self._report.recv(64))
             self._report.close()
@@ -100,7 +101,11 @@ class ForkedCoordinator:
         return self._forked.wait()
 
     def kill(self) -> None:
-        self._forked.kill()
+        """Its end is heard by the loop alone, so that nobody who waits for it misses it."""
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def start(module: str, *arguments: str, environment: dict[str, str], passed: list[int]) -> Forked:

@@ -45,11 +45,24 @@ def sweep(metafunc: pytest.Metafunc, name: str, complete: Sequence[Any], some: S
     """All cases in `make thorough`, some of them in `make test`."""
     if name in metafunc.fixturenames:
         cases = complete if is_thorough(metafunc.config) else some
-        metafunc.parametrize(name, cases, ids=["-".join(map(str, case)) for case in cases])
+        metafunc.parametrize(
+            name, cases, ids=[case if isinstance(case, str) else "-".join(map(str, case)) for case in cases]
+        )
+
+
+def covered(by: str, *values: Any) -> Any:
+    """A case of ``parametrize`` that only `make thorough` runs; ``by`` says what covers it in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.thorough(by))
 
 
 def kill(workers: Iterable[str], *, step: int = 4, phase: str = "backward") -> str:
     return "; ".join(f"kill worker={worker} step={step} phase={phase}" for worker in workers)
+
+
+def kill_at_once(workers: Sequence[str], *, step: int = 4, phase: str = "backward") -> str:
+    """At once for certain: the others die when they miss the first, before anybody could get anything of theirs."""
+    first, *others = workers
+    return "; ".join([kill([first], step=step, phase=phase), kill(others, step=step, phase="regroup")])
 
 
 def assert_same(result: Result, whole: Result) -> None:

@@ -43,10 +43,16 @@ def test_averages_every_few_steps_are_those_by_hand() -> None:
         assert all(same(a, b) for a, b in zip(seen.weights, wanted[rank], strict=True))
         assert [report.synchronised for report in seen.reports] == [False, False, True] * 2 + [False] * 2
         assert seen.loop.totals.synchronised == 3  # and the end
-        spread = seen.reports[2].distance
-        assert spread is not None
-        assert spread > 0
-        assert seen.reports[2].distance == seen.loop.totals.distance or seen.loop.totals.distance is not None
+        assert seen.reports[2].distance == pytest.approx(spread(by_hand(3, lambda step: False)))
+        assert seen.loop.totals.distance == pytest.approx(spread(wanted)), "that of the end"
+
+
+def spread(replicas: list[list[Weights]]) -> float:
+    """How far replicas are from their mean after the last step: the root of the mean square."""
+    last = [replica[-1] for replica in replicas]
+    middle = [mean(list(copies)) for copies in zip(*last, strict=True)]
+    squares = [float((mine - m).double().square().sum()) for own in last for mine, m in zip(own, middle, strict=True)]
+    return math.sqrt(sum(squares) / len(last))
 
 
 def test_warmup_is_together() -> None:
