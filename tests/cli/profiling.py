@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
-
-from tests.warm import Command
 
 SCRIPT = """
 import sys
@@ -41,7 +41,13 @@ def script(folder: Path, *, width: int = 8, rate: float = 0.1, micro: int = 4, n
 
 
 def holdfast(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {"XDG_CACHE_HOME": str(folder / "cache"), "HOLDFAST_TOKEN": "", **environment}
-    process = Command("profile", *arguments, folder=folder, **settings)
-    code = process.wait(120)
-    return subprocess.CompletedProcess(["holdfast", "profile", *arguments], code, process.stdout, process.stderr)
+    settings = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), "HOLDFAST_TOKEN": "", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "profile", *arguments],
+        cwd=folder,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

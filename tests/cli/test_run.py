@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,20 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     assert process.wait(60) == 128 + signal.SIGTERM
 
 
+def two_free_ports() -> int:
+    """The first of two: the coordinator's, and the next one, which is the script's own.
+
+    They lie below those that the system gives away, so that nobody takes the second one meanwhile.
+    """
+    for port in range(20_000 + os.getpid() % 10_000, 32_000, 2):
+        try:
+            with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+                return port
+        except OSError:
+            continue
+    raise OSError("no two free ports")
+
+
 def test_scripts_find_what_they_expect_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK TORCHELASTIC_RUN_ID"
@@ -101,7 +116,8 @@ def test_scripts_find_what_they_expect_of_torchrun(tmp_path: Path) -> None:
         "store = dist.distributed_c10d._get_default_store()\ndist.barrier()\n"
         "if dist.get_rank(): store.set('done', '')\nelse: store.wait(['done'])  # it holds the store of both\n"
     )
-    process = fresh("run", "-n", "2", "--rdzv-id", "job7", str(script), "--flag", "x", folder=tmp_path)
+    words = ("--rdzv-endpoint", f"127.0.0.1:{two_free_ports()}", "--rdzv-id", "job7", str(script), "--flag", "x")
+    process = fresh("run", "-n", "2", *words, folder=tmp_path, HOLDFAST_TOKEN="secret")
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     assert sorted(output.splitlines()) == ["[0.0] 0 2 0 2 0 job7 2 --flag x", "[0.1] 1 2 1 2 0 job7 2 --flag x"]
