@@ -9,7 +9,8 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: exactness needs one thread everywhere
 
-from tests.harness import Result, launch
+from tests import warm
+from tests.harness import Result, end_zygotes, launch
 
 PIPELINE = Path(__file__).parent / "faults" / "pipeline.py"
 FEW = 3  # scenarios of a soak; with more of them all sweeps are complete
@@ -36,6 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (mark := item.get_closest_marker("thorough")) is not None:
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}; `make thorough` runs it"))
+
+
+def pytest_sessionfinish() -> None:
+    end_zygotes()
+    warm.end_nursery()
 
 
 @pytest.fixture(scope="session")

@@ -138,6 +138,12 @@ def _zygote_number(number: int) -> Any:
     return _zygote[number]
 
 
+def end_zygotes() -> None:
+    """At the end of the session: they end when nobody holds their sockets."""
+    while _zygote:
+        _zygote.pop().close()
+
+
 @contextmanager
 def doomed_zygote(*, importing: bool = False) -> Iterator[None]:
     """The zygote of the other tests is kept away; runs get another one, which they may kill, or does not listen yet."""

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -34,6 +35,7 @@ Order = dict[str, Any]
 MESSAGE = 2**18  # bytes: an environment of 20 kB must fit, and a Unix socket takes 208 kB
 DESCRIPTORS = 8  # at most, with one order
 START_SECONDS = 120.0  # for the nursery to import torch on a busy machine
+END_SECONDS = 5.0  # for zygotes to see that their agents are gone
 _own_nursery: socket.socket | None = None  # in a process that the nursery has forked
 
 
@@ -171,18 +173,26 @@ def use_nursery() -> None:
 
 
 @functools.cache
-def _session_nursery() -> socket.socket:
+def _session_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with theirs:
         command = [sys.executable, "-c", "from tests.warm import main; main()", str(theirs.fileno())]
-        subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
-    return ours
+        root = Path(__file__).parents[1]
+        return ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], cwd=root)
 
 
 def nursery() -> socket.socket:
     """The connection over which this process orders; the first one to ask starts the nursery."""
-    return _own_nursery or _session_nursery()
+    return _own_nursery or _session_nursery()[0]
+
+
+def end_nursery() -> None:
+    """Ends it, if it was ever started, and with it whatever a failed test has left running."""
+    if _session_nursery.cache_info().currsize:
+        connection, process = _session_nursery()
+        connection.close()
+        process.wait()
 
 
 # --- the nursery ------------------------------------------------------------------------------------
@@ -205,6 +215,14 @@ class Nursery:
                     if self._clients[ready] is self._session:
                         return
                     self._clients.pop(ready).close()
+
+    def end(self) -> None:
+        """Waits a little for what still runs, then kills it."""
+        end = time.monotonic() + END_SECONDS
+        for descriptor, (pid, _) in self._children.items():
+            select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)  # no matter if it has ended: nobody has waited for it
+            os.waitpid(pid, 0)
 
     def _buried(self, descriptor: int) -> None:
         pid, report = self._children.pop(descriptor)
@@ -327,4 +345,6 @@ def main() -> None:
 
     gc.collect()
     gc.freeze()  # a fork's collector would write to, and so copy, every page that it looks at
-    Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()
+    nursery = Nursery(socket.socket(fileno=int(sys.argv[1])))
+    nursery.serve()
+    nursery.end()
