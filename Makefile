@@ -18,7 +18,7 @@ $(READY): pyproject.toml
 demo: setup
 	$(BIN)/holdfast demo
 
-# One after the other: side by side on two cores, kills that are meant to come at once came apart, and runs took minutes.
+# One stream: the tests of real processes keep both cores busy by themselves.
 test: lint types test-faults test-others
 
 test-faults: setup
@@ -34,12 +34,12 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# A longer random soak: make soak SCENARIOS=200
+# A longer random soak of real processes: make soak SCENARIOS=200
 SCENARIOS ?= 30
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -k random --soak $(SCENARIOS) --timeout 7200
 
-# All tests, with every case of the sweeps: what `make test` leaves out, it says in words with -rs.
+# All tests, with every case of the sweeps. `pytest -rs` lists what `make test` leaves out, and what covers it there.
 thorough: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --soak 10 --timeout 1200
 

@@ -10,7 +10,8 @@ from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: exactness needs one thread everywhere
 
-from tests.harness import Result, launch
+from tests import warm
+from tests.harness import Result, end_zygotes, launch
 
 PIPELINE = Path(__file__).parent / "faults" / "pipeline.py"
 settings.register_profile("default", deadline=None)  # a busy machine is no failure
@@ -41,6 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (mark := item.get_closest_marker("thorough")) is not None:
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}; `make thorough` runs it"))
+
+
+def pytest_sessionfinish() -> None:
+    end_zygotes()
+    warm.end_nursery()
 
 
 @pytest.fixture(scope="session")

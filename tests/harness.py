@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.cluster import local
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.events import read_events
-from holdfast.cluster.local import LocalWorker, start_zygote
+from holdfast.cluster.local import LocalWorker
 from holdfast.measuring import free_port
+from tests import warm
 
 TRAIN = Path(__file__).parent / "faults" / "train.py"
 HEARTBEAT = 3.0  # seconds: a worker that waits for its turn on a busy machine is not lost
+START_FRESH_ZYGOTE = local.start_zygote  # an interpreter of its own, that still has to import torch
 _zygote: list[Any] = []
+warm.use_nursery()
 
 
 @dataclass(kw_only=True)
@@ -90,10 +95,13 @@ def launch(
     faults: str = "",
     environment: dict[str, str] | None = None,
     meddle: Meddler | None = None,
-    seconds: float = 100.0,
+    seconds: float = 200.0,
     **settings: Any,
 ) -> Result:
-    """One run on this machine, to its end. ``meddle`` may disturb it from outside."""
+    """One run on this machine, to its end. ``meddle`` may disturb it from outside.
+
+    After ``seconds`` it is given up as hung: much longer than any run takes, also on a busy machine.
+    """
     said: list[str] = []
     defaults = {"heartbeat_timeout": HEARTBEAT, "log_dir": folder / "logs"}
     chosen = AgentSettings(
@@ -124,10 +132,16 @@ def hurry(agent: Agent) -> None:
 
 
 def _zygote_number(number: int) -> Any:
-    """Kept from test to test: a zygote imports torch once. The next one imports it while this one is at work."""
-    while len(_zygote) <= number + 1:
-        _zygote.append(start_zygote())
+    """Kept from test to test. Each host of a run has one of its own."""
+    while len(_zygote) <= number:
+        _zygote.append(warm.start_zygote())
     return _zygote[number]
+
+
+def end_zygotes() -> None:
+    """At the end of the session: they end when nobody holds their sockets."""
+    while _zygote:
+        _zygote.pop().close()
 
 
 @contextmanager
@@ -136,7 +150,7 @@ def doomed_zygote(*, importing: bool = False) -> Iterator[None]:
     _zygote_number(0)
     kept = _zygote.pop(0)
     if importing:
-        _zygote.insert(0, start_zygote())
+        _zygote.insert(0, START_FRESH_ZYGOTE())
     try:
         yield
     finally:
@@ -190,7 +204,7 @@ def launch_hosts(
     meddle: Callable[[Hosts], Awaitable[None]],
     environment: dict[str, str],
     faults: str = "",
-    seconds: float = 90.0,
+    seconds: float = 200.0,
     **settings: Any,
 ) -> Result:
     """One run on several hosts, to its end; the code is that of the first host."""
@@ -209,12 +223,30 @@ def launch_hosts(
     return _result(folder, asyncio.run(run()), folder / "logs", said)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
+def collect(folder: Path) -> Result:
+    """What several agents have left behind so far, each in a folder of its own below this one."""
+    events = [e for path in sorted(folder.glob("*/logs/events.jsonl")) for e in read_events(path)]
+    events.sort(key=lambda e: e["t"])
+    results = folder / "results.jsonl"
+    lines = results.read_text().splitlines() if results.exists() else []
+    return Result(code=0, events=events, said=[], results=[json.loads(line) for line in lines])
+
+
+def wait_until(what: str, condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Returns when the condition holds; the seconds are those after which a test is broken, not slow."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it never came: {what}"
+        time.sleep(0.02)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """As ``wait_until``, among other tasks."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("it never happened")
         await asyncio.sleep(0.005)
-    raise TimeoutError("it never happened")
 
 
 def count_events(agent: Agent, event: str, **fields: Any) -> int:

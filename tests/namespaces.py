@@ -1,4 +1,4 @@
-"""Machines of a cluster, played by network namespaces of this one: own address, own subnet, a link of a chosen rate.
+"""Machines of a cluster, played by network namespaces of this one: own address, own subnet, a link that can be cut.
 
 Each namespace ``hf-<pid>-<n>`` is joined by a pair of virtual ethernet devices to one more, the router. What a
 machine runs can be killed at once (its power fails) and its link can be cut (nothing is closed, all is silent).
@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import TRAIN
+from tests.warm import Command
 
 PORT = 29700
 
@@ -37,10 +37,9 @@ class Machines:
         self.router = f"hf-{os.getpid()}-router"
         self.addresses = [f"10.77.{n}.2" for n in range(number)]
         self.endpoint = f"{self.addresses[0]}:{PORT}"
-        self.agents: dict[int, subprocess.Popen[str]] = {}
+        self.agents: dict[int, Command] = {}
 
-    def build(self, rate: str = "") -> None:
-        """``rate`` (as ``200mbit``) limits what each may send, and what it may be sent."""
+    def build(self) -> None:
         atexit.register(self.close)
         for name in [self.router, *self.names]:
             _ip("netns", "add", name)
@@ -54,18 +53,8 @@ class Machines:
             _ip("-n", self.router, "link", "set", f"to{n}", "up")
             _ip("-n", name, "link", "set", "net", "up")
             _ip("-n", name, "route", "add", "default", "via", f"10.77.{n}.1")
-            if rate:
-                self.limit(n, rate)
 
     # --- the network -----------------------------------------------------------------------------
-
-    def limit(self, machine: int, rate: str) -> None:
-        """Both ways, by a token bucket that holds 10 ms of the rate and lets nothing wait for longer than 50 ms."""
-        burst = max(32_000, int(bits_of(rate) / 8 / 100))
-        for name, device in ((self.names[machine], "net"), (self.router, f"to{machine}")):
-            bucket = ("tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
-            command = ["tc", "-n", name, "qdisc", "replace", "dev", device, "root", *bucket]
-            subprocess.run(command, check=True, capture_output=True)
 
     def cut(self, machine: int) -> None:
         """The router drops all from and to it. Nothing is closed, no cable is seen to be unplugged: silence."""
@@ -85,21 +74,9 @@ class Machines:
         """An agent; its logs go to ``folder/<machine>/logs``, results of all machines to ``folder/results.jsonl``."""
         logs = folder / str(machine) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        settings = {
-            "HOLDFAST_TOKEN": "secret",
-            "OMP_NUM_THREADS": "1",
-            "RESULTS": str(folder / "results.jsonl"),
-            **environment,
-        }
-        words = [sys.executable, "-m", "holdfast.cli", "run", "--rdzv-endpoint", self.endpoint, "--log-dir", str(logs)]
-        with (logs / "agent.txt").open("w") as said:
-            self.agents[machine] = subprocess.Popen(
-                ["ip", "netns", "exec", self.names[machine], *words, *options, str(script)],
-                env={**os.environ, **settings},
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        words = ("run", "--rdzv-endpoint", self.endpoint, "--log-dir", str(logs), *options, str(script))
+        settings = {"HOLDFAST_TOKEN": "secret", "RESULTS": str(folder / "results.jsonl"), **environment}
+        self.agents[machine] = Command(*words, folder=logs, namespace=self.names[machine], **settings)
 
     def processes(self, machine: int) -> list[int]:
         """All that runs in the namespace: agent, coordinator, zygote, workers. Nothing else ever does."""
@@ -141,16 +118,16 @@ class Machines:
 
 
 @contextmanager
-def machines(number: int, rate: str = "") -> Iterator[Machines]:
+def machines(number: int) -> Iterator[Machines]:
     """Makes namespaces, and removes them whatever happens. Where there can be none, the test is skipped."""
-    missing = [word for word in ("ip", "tc", "sysctl") if shutil.which(word) is None]
+    missing = [word for word in ("ip", "sysctl") if shutil.which(word) is None]
     if missing or os.geteuid() != 0:
         needs = f"{' and '.join(missing)} (iproute2, procps)" if missing else "root"
         pytest.skip(f"network namespaces need {needs}")
     _sweep()
     made = Machines(number)
     try:
-        made.build(rate)
+        made.build()
     except subprocess.CalledProcessError as e:
         made.close()
         pytest.skip(f"this machine cannot make network namespaces: {' '.join(e.cmd)}: {e.stderr}")
@@ -165,13 +142,3 @@ def _sweep() -> None:
     for name in re.findall(r"^hf-\d+-\w+", _ip("netns", "list", check=False), re.MULTILINE):
         if not Path("/proc", name.split("-")[1]).exists():
             _ip("netns", "del", name, check=False)
-
-
-def bits_of(rate: str) -> float:
-    """Bits a second.
-
-    >>> bits_of("200mbit"), bits_of("1gbit")
-    (200000000.0, 1000000000.0)
-    """
-    number, unit = re.fullmatch(r"([\d.]+)(kbit|mbit|gbit)", rate).groups()  # type: ignore[union-attr]
-    return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[unit]

@@ -377,32 +377,29 @@ linear = nn.Linear(4, 3)
 
 
 BAD_USE = {
-    "a batch that micro-batches do not divide": (
-        {"micro_batch": 3},
-        r"global_batch=8 .* micro_batch=3 .*global_batch=9",
-    ),
-    "a micro-batch of none": ({"micro_batch": 0}, "not a multiple"),
-    "a data set smaller than a batch": ({"data": points(7)}, r"7 samples, fewer than .*=8 .*global_batch=6 or less"),
-    "a stream": ({"data": Stream()}, "map-style"),
-    "a generator": ({"data": (i for i in range(100))}, "map-style"),
-    "unknown numerics": ({"numerics": "nope"}, r"numerics='nope'.*'exact' or 'fast'"),
-    "a negative seed": ({"seed": -1}, "cannot be negative"),
-    "running statistics": ({"layers": norm}, r"layer '1' \(BatchNorm1d\).*GroupNorm.*numerics='fast'"),
-    "a forward pass that writes into a buffer": ({"layers": Counting(in_place=True)}, "changes buffer 'calls'"),
-    "a loss per sample": ({"loss": nn.CrossEntropyLoss(reduction="none")}, r"one number.*reduction='mean'"),
-    "a loss that is no tensor": ({"loss": lambda output, target: 1.0}, "one number"),
-    "no optimizer": ({"optimizer": lambda params: None}, "lambda params"),
-    "nothing to train": ({"layers": nn.Linear(4, 3).requires_grad_(False)}, "no parameter to train"),
-    "samples without targets": ({"data": torch.ones(SIZE, 4)}, r"\(input, target\)"),
-    "a stream with a length": ({"data": StreamWithLength()}, "map-style"),
-    "a forward pass that replaces a buffer": ({"layers": Counting(in_place=False)}, "changes buffer 'calls'"),
-    "a log without a checkpoint": ({"log": True}, "without a checkpoint.*checkpoint="),
-    "a log of nothing": ({"log": 0, "checkpoint": "unused"}, "a log of 0 bytes is none"),
-    "a log of words": ({"log": "plenty", "checkpoint": "unused"}, "'plenty' is no number of bytes"),
-    "a log of a list": ({"log": [1], "checkpoint": "unused"}, r"log=\[1\].*True.*2GB"),
+    "a batch that micro-batches do not divide": ({"micro_batch": 3}, ["global_batch=9", "micro_batch=3"]),
+    "a micro-batch of none": ({"micro_batch": 0}, ["micro_batch=0"]),
+    "a data set smaller than a batch": ({"data": points(7)}, ["7", "global_batch=8", "global_batch=6"]),
+    "a stream": ({"data": Stream()}, ["data[i]"]),
+    "a generator": ({"data": (i for i in range(100))}, ["data[i]"]),
+    "unknown numerics": ({"numerics": "nope"}, ["'nope'", "'exact'", "'fast'"]),
+    "a negative seed": ({"seed": -1}, ["seed"]),
+    "running statistics": ({"layers": norm}, ["'1'", "BatchNorm1d", "GroupNorm", "numerics='fast'"]),
+    "a forward pass that writes into a buffer": ({"layers": Counting(in_place=True)}, ["'calls'"]),
+    "a loss per sample": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ["reduction='mean'"]),
+    "a loss that is no tensor": ({"loss": lambda output, target: 1.0}, ["loss"]),
+    "no optimizer": ({"optimizer": lambda params: None}, ["lambda params"]),
+    "nothing to train": ({"layers": nn.Linear(4, 3).requires_grad_(False)}, ["requires_grad"]),
+    "samples without targets": ({"data": torch.ones(SIZE, 4)}, ["(input, target)"]),
+    "a stream with a length": ({"data": StreamWithLength()}, ["data[i]"]),
+    "a forward pass that replaces a buffer": ({"layers": Counting(in_place=False)}, ["'calls'"]),
+    "a log without a checkpoint": ({"log": True}, ["log", "checkpoint="]),
+    "a log of nothing": ({"log": 0, "checkpoint": "unused"}, ["log"]),
+    "a log of words": ({"log": "plenty", "checkpoint": "unused"}, ["'plenty'", "2GB"]),
+    "a log of a list": ({"log": [1], "checkpoint": "unused"}, ["[1]", "2GB"]),
     "a log of running statistics": (
         {"log": True, "checkpoint": "unused", "layers": norm, "numerics": "fast"},
-        "layer '1' keeps running statistics, which a log does not have",
+        ["'1'", "log"],
     ),
     "an unknown update": ({"update": "later"}, r"update='later' is not known.*'eager'"),
     "eager updates that are clipped": ({"update": "eager", "clip_norm": 1.0}, "clip_norm needs all gradients"),
@@ -412,16 +409,17 @@ BAD_USE = {
     ),
     "an optimizer instead of a factory": (
         {"layers": linear, "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1)},
-        "lambda params",
+        ["lambda params"],
     ),
 }
-cases = [pytest.param(changes, words, id=name) for name, (changes, words) in BAD_USE.items()]
+cases = [pytest.param(changes, facts, id=name) for name, (changes, facts) in BAD_USE.items()]
 
 
-@pytest.mark.parametrize(("changes", "words"), cases)
-def test_bad_use_gets_a_sentence_and_a_hint(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(holdfast.UsageError, match=words):
+@pytest.mark.parametrize(("changes", "facts"), cases)
+def test_bad_use_is_named_with_a_hint(changes: dict[str, Any], facts: list[str]) -> None:
+    with pytest.raises(holdfast.UsageError) as refused:
         train(make(**changes), 1)
+    assert not [fact for fact in facts if fact not in str(refused.value)], str(refused.value)
 
 
 def test_running_statistics_are_allowed_in_fast_mode_and_move() -> None:
@@ -433,7 +431,7 @@ def test_running_statistics_are_allowed_in_fast_mode_and_move() -> None:
 
 def test_a_loss_that_is_not_finite_is_named_with_its_place() -> None:
     run = make(data=poisoned(), shuffle=False)
-    with pytest.raises(holdfast.LossNotFinite, match=r"nan at step 1, micro-batch 2 \(samples \[12, 13\]\)"):
+    with pytest.raises(holdfast.LossNotFinite, match=r"step 1\b.*micro-batch 2\b.*\[12, 13\]"):
         train(run, 4)
     assert run.step == 1
 

@@ -53,15 +53,9 @@ class Keeper:
     async def keep(self, options: list[str], token: str, restarted: Callable[[], None]) -> None:
         """Starts the coordinator, and starts it again whenever it dies; returns when it is done."""
         assert self._listener is not None
-        descriptor = self._listener.fileno()
         for start in itertools.count():
-            self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "holdfast.cluster.coordinator", "--listener", str(descriptor)),
-                *("--first-host", str(1000 * start)),
-                *options,
-                env={**os.environ, "HOLDFAST_TOKEN": token},
-                pass_fds=[descriptor],
-            )
+            words = ["--first-host", str(1000 * start), *options]
+            self.process = await start_coordinator(self._listener.fileno(), words, token)
             if await self.process.wait() == 0:
                 return
             restarted()
@@ -83,3 +77,12 @@ class Keeper:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+
+
+async def start_coordinator(listener: int, options: list[str], token: str) -> asyncio.subprocess.Process:
+    """Start a coordinator that serves on this listening descriptor."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "holdfast.cluster.coordinator", "--listener", str(listener), *options),
+        env={**os.environ, "HOLDFAST_TOKEN": token},
+        pass_fds=[listener],
+    )

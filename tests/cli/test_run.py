@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from holdfast.cluster.events import read_events
-from tests.harness import TRAIN
+from tests.harness import TRAIN, wait_until
+from tests.warm import Command
 
 
-def holdfast(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+def fresh(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """``holdfast`` in an interpreter of its own, as a shell starts it: nothing is imported yet."""
     settings = {"OMP_NUM_THREADS": "1", "RESULTS": str(folder / "results.jsonl"), **environment}
     return subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli", *arguments],
@@ -31,45 +33,45 @@ def holdfast(*arguments: str, folder: Path, **environment: str) -> subprocess.Po
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "missing.py"], "there is no script 'missing.py'"),
-        (["run", "--nnodes", "3:2", str(TRAIN)], "--nnodes 3:2 is not N or MIN:MAX"),
-        (["run", "--nnodes", "two", str(TRAIN)], "is not N or MIN:MAX"),
-        (["run", "--rdzv-endpoint", "localhost", str(TRAIN)], "several machines need the job's token"),
-        (["run", "--token-file", "missing", str(TRAIN)], "cannot read the token file"),
-        (["run", "-n", "0", str(TRAIN)], "Invalid value for '-n'"),
-        (["demo", "--workers", "1"], "with one worker a kill leaves nobody"),
+        (["run", "missing.py"], "missing.py"),
+        (["run", "--nnodes", "3:2", str(TRAIN)], "--nnodes 3:2"),
+        (["run", "--nnodes", "two", str(TRAIN)], "--nnodes two"),
+        (["run", "--rdzv-endpoint", "localhost", str(TRAIN)], "HOLDFAST_TOKEN"),
+        (["run", "--token-file", "missing", str(TRAIN)], "missing"),
+        (["run", "-n", "0", str(TRAIN)], "'-n'"),
+        (["demo", "--workers", "1"], "--workers"),
     ],
 )
 def test_bad_use_is_a_sentence_and_exit_code_2(tmp_path: Path, arguments: list[str], said: str) -> None:
-    process = holdfast(*arguments, folder=tmp_path)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert said in error
-    assert "Traceback" not in error
+    process = Command(*arguments, folder=tmp_path)
+    assert process.wait(60) == 2
+    assert said in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_a_misspelt_fault_is_refused(tmp_path: Path) -> None:
-    process = holdfast("run", str(TRAIN), folder=tmp_path, HOLDFAST_FAULTS="kil worker=0.0 step=1")
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert "is not a fault" in error
+    process = Command("run", str(TRAIN), folder=tmp_path, HOLDFAST_FAULTS="kil worker=0.0 step=1")
+    assert process.wait(60) == 2
+    assert "kil" in process.stderr
+
+
+def wait_for_a_commit(folder: Path) -> Path:
+    events = folder / "holdfast-logs" / "events.jsonl"
+    wait_until("a commit", lambda: events.exists() and any(e["event"] == "commit" for e in read_events(events)))
+    return events
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_stop_cleanly(tmp_path: Path, number: int, code: int) -> None:
     """To the whole process group, as a terminal sends Ctrl-C."""
-    process = holdfast("run", "-n", "2", str(TRAIN), folder=tmp_path, STEPS="100000", WANTED="99")
-    events = tmp_path / "holdfast-logs" / "events.jsonl"
-    for _ in range(3000):
-        if events.exists() and any(e["event"] == "commit" for e in read_events(events)):
-            break
-        time.sleep(0.01)
+    process = fresh("run", "-n", "2", str(TRAIN), folder=tmp_path, STEPS="100000", WANTED="99")
+    events = wait_for_a_commit(tmp_path)
     os.killpg(process.pid, number)
-    output, error = process.communicate(timeout=20)
+    _, error = process.communicate(timeout=60)
     assert process.returncode == code
-    assert "leaving at the next step boundary" in output
     assert error == ""
     found = list(read_events(events))
+    assert [e["signal"] for e in found if e["event"] == "preempted"] == [signal.Signals(number).name]
     assert not [e for e in found if e["event"] == "failure"]
     last = {e["worker"]: e["step"] for e in found if e["event"] == "commit"}
     assert len(set(last.values())) == 1
@@ -78,15 +80,44 @@ def test_signals_stop_cleanly(tmp_path: Path, number: int, code: int) -> None:
         assert (tmp_path / "holdfast-logs" / f"worker-{name}.log").exists()
 
 
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    """The first one is a notice; here its workers do not come to the next boundary."""
+    script = tmp_path / "script.py"
+    script.write_text("import signal\nprint('here', flush=True)\nsignal.pause()\n")
+    process = Command("run", "-n", "2", str(script), folder=tmp_path)
+    wait_until("both are there", lambda: process.stdout.count("here") == 2)
+    process.send_signal(signal.SIGTERM)
+    events = tmp_path / "holdfast-logs" / "events.jsonl"
+    wait_until("it has understood", lambda: any(e["event"] == "preempted" for e in read_events(events)))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def two_free_ports() -> int:
+    """The first of two: the coordinator's, and the next one, which is the script's own.
+
+    They lie below those that the system gives away, so that nobody takes the second one meanwhile.
+    """
+    for port in range(20_000 + os.getpid() % 10_000, 32_000, 2):
+        try:
+            with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+                return port
+        except OSError:
+            continue
+    raise OSError("no two free ports")
+
+
 def test_scripts_find_what_they_expect_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK TORCHELASTIC_RUN_ID"
     script.write_text(
-        "import os, sys, time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "import os, sys\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
         f"print(*(os.environ[n] for n in {names.split()}), dist.get_world_size(), *sys.argv[1:], flush=True)\n"
-        "dist.barrier()\nif dist.get_rank() == 0: time.sleep(0.5)  # it holds the store that the other still needs\n"
+        "store = dist.distributed_c10d._get_default_store()\ndist.barrier()\n"
+        "if dist.get_rank(): store.set('done', '')\nelse: store.wait(['done'])  # it holds the store of both\n"
     )
-    process = holdfast("run", "-n", "2", "--rdzv-id", "job7", str(script), "--flag", "x", folder=tmp_path)
+    words = ("--rdzv-endpoint", f"127.0.0.1:{two_free_ports()}", "--rdzv-id", "job7", str(script), "--flag", "x")
+    process = fresh("run", "-n", "2", *words, folder=tmp_path, HOLDFAST_TOKEN="secret")
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     assert sorted(output.splitlines()) == ["[0.0] 0 2 0 2 0 job7 2 --flag x", "[0.1] 1 2 1 2 0 job7 2 --flag x"]

@@ -114,19 +114,15 @@ def receive_broken_off() -> Iterator[tuple[Group, Any]]:
 def test_a_receive_that_gloo_forgot_is_given_up() -> None:
     with receive_broken_off() as (group, work):
         threading.Timer(0.3, group.abort, ["the coordinator ended the generation"]).start()
-        begin = time.monotonic()
-        with pytest.raises(Broken):
+        with pytest.raises(Broken):  # Gloo would wait for its 60 seconds and raise something else
             group.finish([work])
-        assert time.monotonic() - begin < 5
 
 
 def test_control_gloo_itself_never_tells() -> None:
     """When this fails, Gloo has learnt to tell, and ``waiter`` may go."""
-    with receive_broken_off() as (_, work):
-        begin = time.monotonic()
-        with pytest.raises(RuntimeError):
-            work.wait(timedelta(seconds=2))
-        assert time.monotonic() - begin > 1.5
+    # It times out, rather than being told.
+    with receive_broken_off() as (_, work), pytest.raises(RuntimeError, match=r"(?i)time"):
+        work.wait(timedelta(seconds=1))
 
 
 def test_a_forked_process_has_waiters_of_its_own() -> None:
@@ -135,7 +131,7 @@ def test_a_forked_process_has_waiters_of_its_own() -> None:
     child = os.fork()
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(5)
+        signal.alarm(60)
         wait_for([Done()], failed=lambda error: None, over=lambda: False)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -16,7 +16,7 @@ from tests.faults import pipeline
 from tests.harness import Result, assert_each_sample_once_per_epoch, assert_every_worker_commits_each_step_once, launch
 
 PIPELINE = Path(pipeline.__file__)
-FEW = 3  # with a larger --soak the sweeps are complete
+FEW = 3  # the --soak of `make test`; with a larger one the sweeps are complete
 STEPS = 8
 HEARTBEAT = 5.0  # a worker that waits for a core is not lost
 HEADER = 1600  # bytes, at most, that describe one unit when it is sent
@@ -31,15 +31,38 @@ def train(folder: Path, *, workers: int, stages: str, tolerate: int = 1, steps: 
     return launch(folder, script=PIPELINE, workers=workers, environment=environment, **settings)
 
 
+def is_thorough(config: pytest.Config) -> bool:
+    """Whether every case of the sweeps is to be run."""
+    return bool(config.getoption("--soak") > FEW)
+
+
+def scenarios(config: pytest.Config) -> range:
+    """The seeds of a soak with real processes: `make test` has one, and hundreds of them in tests/world."""
+    return range(config.getoption("--soak") if is_thorough(config) else 1)
+
+
 def sweep(metafunc: pytest.Metafunc, name: str, complete: Sequence[Any], some: Sequence[Any]) -> None:
-    """All cases with a long soak, some of them without."""
+    """All cases in `make thorough`, some of them in `make test`."""
     if name in metafunc.fixturenames:
-        cases = complete if metafunc.config.getoption("--soak") > FEW else some
-        metafunc.parametrize(name, cases, ids=["-".join(map(str, case)) for case in cases])
+        cases = complete if is_thorough(metafunc.config) else some
+        metafunc.parametrize(
+            name, cases, ids=[case if isinstance(case, str) else "-".join(map(str, case)) for case in cases]
+        )
+
+
+def covered(by: str, *values: Any) -> Any:
+    """A case of ``parametrize`` that only `make thorough` runs; ``by`` says what covers it in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.thorough(by))
 
 
 def kill(workers: Iterable[str], *, step: int = 4, phase: str = "backward") -> str:
     return "; ".join(f"kill worker={worker} step={step} phase={phase}" for worker in workers)
+
+
+def kill_at_once(workers: Sequence[str], *, step: int = 4, phase: str = "backward") -> str:
+    """At once for certain: the others die when they miss the first, before anybody could get anything of theirs."""
+    first, *others = workers
+    return "; ".join([kill([first], step=step, phase=phase), kill(others, step=step, phase="regroup")])
 
 
 def assert_same(result: Result, whole: Result) -> None:

@@ -4,7 +4,8 @@
 ``die W N``: W is killed when it has heard everybody in its vote number N. ``copying W``: W is killed when
 layers come or go, but not at the begin. ``filling W``: W is killed when it has read its layers from a checkpoint.
 ``sending W N``: W is killed in the middle of the Nth large message that it sends. ``late W N``: in step N, W begins
-no eager update until the generation breaks: it is untouched.
+no eager update until the generation breaks: it is untouched. ``begin W N``: in step N, W tells when it has updated
+its first bucket; ``follow W N``: in step N, W has updated its first bucket, waits to be told so, and is killed.
 """
 
 import itertools
@@ -13,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +40,8 @@ def meddle(plan: str) -> None:
         _die_sending(number)
     for step in [int(rest[0]) for what, *rest in mine if what == "late"]:
         _update_late(step)
+    for what, step in [(what, int(rest[0])) for what, *rest in mine if what in ("begin", "follow")]:
+        _tell_or_die(step, dies=what == "follow")
     if ("copying",) in mine:
         _die_copying()
     if ("filling",) in mine:
@@ -96,6 +100,21 @@ def _update_late(step: int) -> None:
                 time.sleep(0.002)
                 group.check()
         real(eager, bucket)
+
+    Eager.summed = summed  # type: ignore[method-assign]
+
+
+def _tell_or_die(step: int, *, dies: bool) -> None:
+    real, told = Eager.summed, Path(os.environ["RESULTS"]).with_name("begun")
+
+    def summed(eager: Eager, bucket: Any) -> None:
+        real(eager, bucket)
+        if faults._step == step and not dies:
+            told.touch()
+        elif faults._step == step:
+            while not told.exists():
+                time.sleep(0.002)
+            _die()
 
     Eager.summed = summed  # type: ignore[method-assign]
 

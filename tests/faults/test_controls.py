@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.judge import covered
 from tests.harness import assert_each_sample_once_per_epoch, launch
 
 
-@pytest.mark.parametrize("sabotage", ["skip-gradient", "double-update", "repeat-sample"])
+@pytest.mark.parametrize(
+    "sabotage",
+    ["double-update", *(covered("pipelines have this control", name) for name in ("skip-gradient", "repeat-sample"))],
+)
 def test_the_hash_notices(tmp_path: Path, undisturbed, sabotage: str) -> None:
     """All workers do it, so that they still agree with each other: only the hash can tell."""
     faults = "; ".join(f"{sabotage} worker=0.{i} step=4" for i in range(3))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.judge import FEW, sweep
+from tests.faults.judge import sweep
 from tests.faults.logs import (
     STEPS,
     assert_as_if_nothing_had_happened,
@@ -28,13 +28,10 @@ CONTROLS = [("flip 0.0",), ("reseed *",), ("unclipped *",)]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sweep(metafunc, "damage", FILES, [("spoil", "flip")])
     sweep(metafunc, "rot", ROTS, [("flip",)])
-    sweep(metafunc, "sabotage", CONTROLS, CONTROLS[:2])
+    sweep(metafunc, "sabotage", CONTROLS, CONTROLS[:1])
 
 
-@pytest.fixture
-def long(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--soak") <= FEW:
-        pytest.skip("with a longer --soak")
+LONG = pytest.mark.thorough("other tests damage, replay or give up a log")
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -47,13 +44,14 @@ def test_a_record_in_a_file_is_damaged(tmp_path: Path, whole, damage: tuple[str,
     assert not result.of("replay")
 
 
-@pytest.mark.usefixtures("long")
+@LONG
 def test_a_record_is_missing(tmp_path: Path, whole) -> None:
     """0.2 has said that it is there."""
     result = logged(tmp_path, lost=["0.1"], LOG_MEDDLE="lose 0.2")
     assert_fell_back(tmp_path, result, whole(STEPS), "boundary 5, micro-batch", "backward", "the log of 0.2")
 
 
+@pytest.mark.thorough("tests/recovery plans around missing records")
 def test_a_record_that_is_known_to_be_missing(tmp_path: Path, whole) -> None:
     """Then the layers beyond it are computed again as well."""
     result = logged(tmp_path, lost=["0.1"], LOG_MEDDLE="forget 0.0; count *")
@@ -62,7 +60,7 @@ def test_a_record_that_is_known_to_be_missing(tmp_path: Path, whole) -> None:
     assert {frozenset(layers_of(event)) for event in result.of("replay")} == {frozenset(range(5))}
 
 
-@pytest.mark.usefixtures("long")
+@LONG
 def test_records_in_files_serve_as_well(tmp_path: Path, whole) -> None:
     result = logged(tmp_path, lost=["0.1"], LOG_MEMORY="0")
     assert_replayed(result, whole(STEPS), ["0.1"])
@@ -113,7 +111,7 @@ def test_a_log_that_outgrows_its_budget_is_given_up_for_a_while(tmp_path: Path, 
     assert "more than 100000 bytes" in said_in(tmp_path)
 
 
-@pytest.mark.usefixtures("long")
+@LONG
 def test_a_loss_while_a_log_is_given_up(tmp_path: Path, whole) -> None:
     result = logged(tmp_path, lost=["0.1"], step=3, EVERY="4", LOG_MEDDLE="cramp 0.2 60000")
     assert_as_if_nothing_had_happened(result, whole(STEPS))
@@ -121,7 +119,7 @@ def test_a_loss_while_a_log_is_given_up(tmp_path: Path, whole) -> None:
     assert "more than 60000 bytes" in said_in(tmp_path)
 
 
-@pytest.mark.usefixtures("long")
+@LONG
 def test_too_few_are_left_to_hold_the_model(tmp_path: Path, whole) -> None:
     """Nothing is computed again for nothing: all begin from the checkpoint when there are enough of them."""
     result = logged(tmp_path, lost=["0.1"], workers=3, stages="auto", MEMORY="200kB")
@@ -129,6 +127,7 @@ def test_too_few_are_left_to_hold_the_model(tmp_path: Path, whole) -> None:
     assert not result.of("replay")
 
 
+@pytest.mark.thorough("a log within a budget lets records go, too")
 def test_records_go_when_a_checkpoint_is_durable(tmp_path: Path, whole) -> None:
     """Even if commits take longer than the steps between them."""
     steps = 24

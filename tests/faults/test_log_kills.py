@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.judge import FEW, kill, sweep
+from tests.faults.judge import kill, scenarios, sweep
 from tests.faults.logs import (
     STEPS,
     STRUCK,
@@ -36,23 +36,19 @@ VOTES = [(number,) for number in range(10, 20)]  # of the last steps, the evalua
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    sweep(metafunc, "strike", STRIKES, [("forward", "0.0"), ("update", "0.3")])
+    sweep(metafunc, "strike", STRIKES, [("update", "0.3")])
     sweep(metafunc, "group", GROUPS, [("0.0", "0.3")])
     sweep(metafunc, "again", AGAIN, [("0.0", 3)])
-    sweep(metafunc, "second", [("forward",), ("snapshot",), ("write",)], [("snapshot",)])
+    sweep(metafunc, "second", [("forward",), ("snapshot",), ("write",)], [])
     sweep(metafunc, "regroup", REGROUPS, [])
     sweep(metafunc, "saving", SAVING, [("write", "0.2", 4)])
     sweep(metafunc, "hang", HANGS, [])
-    sweep(metafunc, "vote", VOTES, [(14,)])
+    sweep(metafunc, "vote", VOTES, [])
     if "seed" in metafunc.fixturenames:
-        number = metafunc.config.getoption("--soak")
-        metafunc.parametrize("seed", range(number if number > FEW else 0))
+        metafunc.parametrize("seed", scenarios(metafunc.config))
 
 
-@pytest.fixture
-def long(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--soak") <= FEW:
-        pytest.skip("with a longer --soak")
+LONG = pytest.mark.thorough("other tests lose stages, also with replacements and twice")
 
 
 def test_a_stage_is_lost(tmp_path: Path, whole, strike: tuple[str, str]) -> None:
@@ -63,6 +59,7 @@ def test_a_stage_is_lost(tmp_path: Path, whole, strike: tuple[str, str]) -> None
     assert len(result.of("recomputed")) == 3, "all who are left take part"
 
 
+@LONG
 def test_without_replacements(tmp_path: Path, whole) -> None:
     result = logged(tmp_path, lost=["0.1"], phase="voted", max_restarts=0)
     assert_replayed(result, whole(STEPS), ["0.1"])
@@ -116,6 +113,7 @@ def test_one_more_is_lost_while_the_others_regroup(tmp_path: Path, whole, regrou
     assert_replayed(result, whole(STEPS), ["0.1", worker])
 
 
+@LONG
 def test_two_losses_with_a_join_between(tmp_path: Path, whole) -> None:
     """The replacement comes, then one of the first is lost: the log began anew with a checkpoint."""
     steps = 24
@@ -141,7 +139,7 @@ def test_a_loss_while_a_checkpoint_is_taken(tmp_path: Path, whole, saving: tuple
         assert_survivors_went_on(result, [worker])
 
 
-@pytest.mark.usefixtures("long")
+@LONG
 def test_the_first_checkpoint_was_never_there(tmp_path: Path, whole) -> None:
     """It could not be committed. Some steps later there is nothing to begin from but the begin."""
     result = logged(tmp_path, faults="kill worker=0.0 step=0 phase=commit; kill worker=0.2 step=3 phase=forward")
@@ -164,7 +162,7 @@ def test_a_vote_that_only_some_have_heard(tmp_path: Path, whole) -> None:
     assert layers_of(replay_of(result, 2)) == {3, 4}
 
 
-@pytest.mark.usefixtures("long")
+@LONG
 def test_layers_that_each_worker_makes(tmp_path: Path) -> None:
     one = logged(tmp_path / "one", workers=1, stages="1", LATER="1", LOG="0")
     result = logged(tmp_path / "four", lost=["0.3"], LATER="1")

@@ -8,11 +8,13 @@ import random
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.cluster.agent import Agent
 from holdfast.cluster.events import read_events
+from tests.faults.judge import covered, scenarios
 from tests.faults.test_sweep import assert_nothing_lost
 from tests.harness import count_events, doomed_zygote, hurry, launch, until
 
@@ -27,6 +29,10 @@ async def training(agent: Agent, step: int = 3) -> None:
 
 async def joined(agent: Agent, worker: str) -> None:
     await until(lambda: count_events(agent, "entered", worker=worker))
+
+
+def committed(agent: Agent) -> list[dict[str, Any]]:
+    return [e for e in read_events(agent.settings.log_dir / "events.jsonl") if e["event"] == "commit"]
 
 
 def kill_coordinator(agent: Agent) -> None:
@@ -45,7 +51,7 @@ def test_training_goes_on_without_a_coordinator(tmp_path: Path, undisturbed) -> 
     assert len(result.of("generation")) == 1, "workers re-registered: nobody had to regroup"
 
 
-@pytest.mark.parametrize("order", ["coordinator first", "worker first"])
+@pytest.mark.parametrize("order", ["coordinator first", covered("the other way round", "worker first")])
 def test_coordinator_and_worker_killed_together(tmp_path: Path, undisturbed, order: str) -> None:
     async def meddle(agent: Agent) -> None:
         await training(agent)
@@ -77,7 +83,7 @@ def test_workers_outlive_the_zygote(tmp_path: Path, undisturbed) -> None:
     async def meddle(agent: Agent) -> None:
         await training(agent)
         os.kill(zygote_of(agent), signal.SIGKILL)
-        await asyncio.sleep(0.1)
+        await until(lambda: count_events(agent, "zygote-restart"))
         os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
         await joined(agent, "0.3")
         hurry(agent)
@@ -164,14 +170,14 @@ def test_too_few_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     faults = "; ".join(f"kill worker=0.{i} step=4 phase=update" for i in range(2))
     result = launch(tmp_path, workers=2, faults=faults, environment={"STEPS": "10"})
     assert result.code == 3
-    assert "nobody is left who holds the model" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("holdfast: "), "a sentence, and no traceback"
 
 
 def test_no_restarts_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before there is a state to lose: the workers die as they start."""
     result = launch(tmp_path, workers=1, faults="kill worker=0.0 phase=regroup", max_restarts=0)
     assert result.code == 3
-    assert "too few workers" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("holdfast: ")
 
 
 def test_missing_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +188,7 @@ def test_missing_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_random_kills(tmp_path: Path, undisturbed, request: pytest.FixtureRequest) -> None:
     """A seeded soak: `--soak N` scenarios of 3 to 6 kills at any moment, hangs among them."""
-    for seed in range(request.config.getoption("--soak")):
+    for seed in scenarios(request.config):
         rng = random.Random(seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -216,16 +222,18 @@ def test_a_coordinator_killed_at_the_very_end(tmp_path: Path) -> None:
     assert result.code == 0
 
 
-def test_a_spare_does_not_pass_for_all_that_is_left(tmp_path: Path, undisturbed) -> None:
+def test_a_spare_does_not_pass_for_all_that_is_left(
+    tmp_path: Path, undisturbed, request: pytest.FixtureRequest
+) -> None:
     """The restarted coordinator meets the waiting spare before the worker that trains."""
 
     async def meddle(agent: Agent) -> None:
         await training(agent)
         await until(lambda: len(agent.workers) == 2)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # about when the spare has come: which of the two is first is tried by repetition
         kill_coordinator(agent)
 
-    for number in range(3):
+    for number in scenarios(request.config):
         folder = tmp_path / str(number)
         folder.mkdir()
         result = launch(folder, workers=1, spares=1, environment=SLOW, meddle=meddle)
@@ -233,6 +241,7 @@ def test_a_spare_does_not_pass_for_all_that_is_left(tmp_path: Path, undisturbed)
         assert result.sha256 == undisturbed(60).sha256
 
 
+@pytest.mark.thorough("test_sweep.py lets a spare in")
 def test_a_spare_comes_in_without_a_replacement(tmp_path: Path, undisturbed) -> None:
     environment = {"STEPS": "60", "WANTED": "3", "PATIENT": "4"}
     faults = "kill worker=0.1 step=12 phase=forward"
@@ -246,7 +255,7 @@ def test_all_lost_after_a_coordinator_restart_is_not_a_new_begin(tmp_path: Path)
         await training(agent)
         kill_coordinator(agent)
         await until(lambda: count_events(agent, "host") >= 2)
-        await asyncio.sleep(0.3)
+        await training(agent, 2 + max(e["step"] for e in committed(agent)))
         for worker in list(agent.workers.values()):
             os.kill(worker.pid, signal.SIGKILL)
 
@@ -256,29 +265,31 @@ def test_all_lost_after_a_coordinator_restart_is_not_a_new_begin(tmp_path: Path)
     assert steps.count(0) == 2, "nobody began again from step 0"
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("blow", [signal.SIGSTOP, covered("another test kills a zygote", signal.SIGKILL)])
 def test_zygote_and_worker_lost_together(tmp_path: Path, undisturbed, blow: signal.Signals) -> None:
     async def meddle(agent: Agent) -> None:
         await training(agent)
         zygote = zygote_of(agent)
         os.kill(zygote, signal.SIGSTOP)
         os.kill(agent.workers["0.1"].pid, signal.SIGKILL)
-        await asyncio.sleep(0.05)
         os.kill(zygote, blow)
         await joined(agent, "0.3")
         hurry(agent)
 
     with doomed_zygote():
-        result = launch(tmp_path, environment=SLOWER, meddle=meddle, seconds=90)
+        result = launch(tmp_path, environment=SLOWER, meddle=meddle)
     assert result.code == 0
     assert result.sha256 == undisturbed(60).sha256
     assert "0.3" in {r["worker"] for r in result.results}, "the lost one was replaced"
+
+
+MANY = 14  # their orders are more than a socket's 208 kB
 
 
 def test_many_workers_with_a_large_environment_all_start(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here', flush=True)\n")
     with doomed_zygote(importing=True):
-        result = launch(tmp_path, script=script, workers=30, environment={"LARGE": "x" * 20_000})
+        result = launch(tmp_path, script=script, workers=MANY, environment={"LARGE": "x" * 20_000})
     assert result.code == 0
-    assert len(result.said) == 30
+    assert len(result.said) == MANY

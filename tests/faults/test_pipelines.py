@@ -16,8 +16,10 @@ from tests.faults.judge import (
     assert_only_what_is_missing_moves,
     assert_same,
     assert_went_on,
+    covered,
     generations,
     kill,
+    kill_at_once,
     places,
     sweep,
     train,
@@ -35,14 +37,16 @@ LAYOUTS = [
 ]
 # The others' numbers of workers, stages and copies are all among these, and among those of the tests below.
 TYPICAL = [
-    (2, "auto", 0, {}), (8, "auto", 2, {}), (3, "2", 1, {}), (7, "3", 1, {}), (2, "1,5,4", 0, {}), (6, "9,1", 2, {}),
-    (8, "1,1,1,1,1,1,1,1,1,1", 0, {}), (5, "auto", 1, {"MEMORY": "260kB"}), (7, "auto", 1, {"MEMORY": "200kB"}),
-]  # fmt: skip
+    (6, "auto", 2, {}),
+    (3, "2", 1, {}),
+    (2, "1,5,4", 0, {}),
+    (7, "auto", 1, {"MEMORY": "200kB"}),
+]
 
 PHASES = ["data", "forward", "backward", "reduce", "vote", "voted", "update"]
 STAGES = {"first": "0.0", "middle": "0.1", "last": "0.2"}
 KILLS = [(phase, stage) for phase in PHASES for stage in STAGES]
-SOME_KILLS = [(phase, list(STAGES)[number % 3]) for number, phase in enumerate(PHASES)]
+SOME_KILLS = [("forward", "middle"), ("reduce", "last"), ("update", "first")]  # test_sweep.py has every phase
 PAIRS = [(f"0.{one}", f"0.{other}") for one in range(6) for other in range(one + 1, 6)]
 HANGS = [(phase, stage) for phase in ("forward", "backward", "reduce", "vote") for stage in STAGES]
 
@@ -51,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sweep(metafunc, "layout", LAYOUTS, TYPICAL)
     sweep(metafunc, "strike", KILLS, SOME_KILLS)
     sweep(metafunc, "hang", HANGS, [("forward", "middle")])
-    sweep(metafunc, "pair", PAIRS, [("0.0", "0.3"), ("0.2", "0.4")])
+    sweep(metafunc, "pair", PAIRS, [("0.2", "0.4")])
 
 
 def test_the_layout_does_not_matter(tmp_path: Path, whole, layout: tuple[int, str, int, dict[str, str]]) -> None:
@@ -101,14 +105,14 @@ def test_hang(tmp_path: Path, whole, hang: tuple[str, str]) -> None:
 
 def test_two_at_once(tmp_path: Path, whole, pair: tuple[str, str]) -> None:
     """Three pipelines of two stages: any two may go, the two holders of the same layers among them."""
-    result = train(tmp_path, workers=6, stages="4,6", tolerate=2, max_restarts=0, faults=kill(pair))
+    result = train(tmp_path, workers=6, stages="4,6", tolerate=2, max_restarts=0, faults=kill_at_once(pair))
     assert_same(result, whole(STEPS))
     assert_went_on(result, set(pair), first=6)
 
 
 def test_a_whole_pipeline_is_killed(tmp_path: Path, whole) -> None:
     """More than were to be tolerated, but every layer has a copy left: training goes on without a checkpoint."""
-    result = train(tmp_path, faults=kill(["0.0", "0.1", "0.2"]), **SIX)
+    result = train(tmp_path, faults=kill_at_once(["0.0", "0.1", "0.2"]), **SIX)
     assert_same(result, whole(STEPS))
     assert_went_on(result, {"0.0", "0.1", "0.2"}, first=6)
     assert places(result, generations(result)[-1]) == {"0.3": range(3), "0.4": range(3, 7), "0.5": range(7, 10)}
@@ -129,6 +133,7 @@ def test_who_has_nothing_to_do_is_lost(tmp_path: Path, whole) -> None:
     assert not sum(assert_only_what_is_missing_moves(result, 1, 2).values()), "nobody lacks anything"
 
 
+@pytest.mark.thorough("test_errors.py has the error of one")
 def test_an_error_of_one_worker_is_survived(tmp_path: Path, whole) -> None:
     result = train(tmp_path, faults="raise worker=0.1 step=4 phase=forward", **SIX)
     assert_same(result, whole(STEPS))
@@ -141,7 +146,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(tmp_path_factory.mktemp("wide"), workers=1, stages="1", steps=4, HIDDEN="60000")
 
 
-@pytest.mark.parametrize(("worker", "count"), [("0.0", 1), ("0.1", 2), ("0.3", 5)])
+@pytest.mark.parametrize(
+    ("worker", "count"),
+    [("0.3", 5), *(covered("another one dies sending", *case) for case in (("0.0", 1), ("0.1", 2)))],
+)
 def test_kill_in_the_middle_of_a_large_message(tmp_path: Path, wide: Result, worker: str, count: int) -> None:
     """Of the first values; of gradients. Gloo tells nobody of a receive whose message breaks off."""
     meddle = f"sending {worker} {count}"
@@ -171,7 +179,11 @@ def test_fast_numerics_survives_too(tmp_path: Path, whole) -> None:
 # --- votes that only some have heard -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 3, 5, 11, 13], ids=["first step", "step", "evaluation", "hash", "end"])
+@pytest.mark.parametrize(
+    "count",
+    [*(covered("an evaluation is voted on as this is", count) for count in (1, 3, 11, 13)), 5],
+    ids=["first step", "step", "hash", "end", "evaluation"],
+)
 def test_who_has_not_heard_the_vote_rolls_forward(tmp_path: Path, whole, count: int) -> None:
     """0.0 votes and hears nobody; 0.1 commits and dies; the others commit."""
     votes = f"deaf 0.0 {count}; die 0.1 {count}"
@@ -180,7 +192,7 @@ def test_who_has_not_heard_the_vote_rolls_forward(tmp_path: Path, whole, count: 
     assert_went_on(result, {"0.1"}, first=4)
 
 
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", [False, covered("the same without saving", True)])
 def test_what_was_not_updated_does_not_pass_for_a_copy(tmp_path: Path, whole, saves: bool) -> None:
     """0.0 has the initial values of all layers, and rolls forward with its own: the others are no copies of it."""
     faults = "kill worker=0.3 step=1 phase=backward; kill worker=0.1 step=1 phase=regroup"
@@ -198,7 +210,7 @@ def test_what_was_not_updated_does_not_pass_for_a_copy(tmp_path: Path, whole, sa
 
 @pytest.mark.parametrize(
     ("workers", "stages"),
-    [(3, "2"), (6, "auto"), pytest.param(4, "4", marks=pytest.mark.thorough("other stages save theirs as well"))],
+    [(3, "2"), *(covered("other stages save theirs as well", *case) for case in ((6, "auto"), (4, "4")))],
 )
 def test_the_model_file_is_the_same(tmp_path: Path, whole, workers: int, stages: str) -> None:
     expected = whole(STEPS)
@@ -226,7 +238,10 @@ def assert_same_file(one: Path, other: Path) -> None:
 # --- controls ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sabotage", ["skip-gradient", "double-update", "repeat-sample"])
+@pytest.mark.parametrize(
+    "sabotage",
+    ["skip-gradient", "repeat-sample", covered("test_controls.py has it", "double-update")],
+)
 def test_control_the_hash_notices(tmp_path: Path, whole, sabotage: str) -> None:
     """All workers do it, so that copies still agree with each other: only the hash can tell."""
     faults = "; ".join(f"{sabotage} worker=0.{number} step=4" for number in range(4))
@@ -240,4 +255,5 @@ def test_control_the_hash_notices(tmp_path: Path, whole, sabotage: str) -> None:
 def test_control_copies_that_differ_are_noticed(tmp_path: Path) -> None:
     result = train(tmp_path, workers=4, stages="4,6", faults="double-update worker=0.1 step=4")
     assert result.code == 1
-    assert "workers have different copies of" in "".join(e["message"] for e in result.of("stop"))
+    assert result.of("stop")
+    assert not result.results, "nobody ends with a hash"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.judge import covered
 from tests.harness import (
     Result,
     assert_each_sample_once_per_epoch,
@@ -26,14 +27,20 @@ def assert_nothing_lost(result: Result, undisturbed: Result) -> None:
     assert_each_sample_once_per_epoch(result, size=70, steps_per_epoch=5)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [4, *(covered("four are more than one, too", number) for number in (1, 2, 3))])
 def test_the_number_of_workers_does_not_matter(tmp_path: Path, undisturbed, workers: int) -> None:
     result = launch(tmp_path, workers=workers, environment={"STEPS": str(STEPS)})
     assert_nothing_lost(result, undisturbed(STEPS))
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "worker"),
+    [
+        (phase, worker) if number % 3 == place else covered("another worker is killed in this phase", phase, worker)
+        for number, phase in enumerate(PHASES)
+        for place, worker in enumerate(WORKERS)
+    ],
+)
 def test_kill(tmp_path: Path, undisturbed, phase: str, worker: str) -> None:
     faults = f"kill worker={worker} step=4 phase={phase}"
     result = launch(tmp_path, faults=faults, environment={"STEPS": str(STEPS)})
@@ -44,8 +51,18 @@ def test_kill(tmp_path: Path, undisturbed, phase: str, worker: str) -> None:
     assert len(result.of("recovery")) == 1
 
 
-@pytest.mark.parametrize("second", ["0.0", "0.2"])
-@pytest.mark.parametrize("phase", ["regroup", "vote"])
+OTHER_ORDER = "the other one is killed in this phase"
+
+
+@pytest.mark.parametrize(
+    ("phase", "second"),
+    [
+        ("regroup", "0.0"),
+        ("vote", "0.2"),
+        covered(OTHER_ORDER, "regroup", "0.2"),
+        covered(OTHER_ORDER, "vote", "0.0"),
+    ],
+)
 def test_a_second_kill_during_recovery(tmp_path: Path, undisturbed, phase: str, second: str) -> None:
     faults = f"kill worker=0.1 step=4 phase=backward; kill worker={second} step=4 phase={phase}"
     result = launch(tmp_path, faults=faults, environment={"STEPS": str(STEPS)})
@@ -59,20 +76,17 @@ def test_two_at_once_and_all_but_one(tmp_path: Path, undisturbed) -> None:
     assert_nothing_lost(result, undisturbed(STEPS))
 
 
-OTHERS_HANG = pytest.mark.thorough("another worker hangs in the same phase")
-
-
 @pytest.mark.parametrize(
     ("phase", "worker"),
     [
-        pytest.param(phase, worker, marks=[] if number == place else [OTHERS_HANG])
-        for number, phase in enumerate(("forward", "reduce", "vote"))
-        for place, worker in enumerate(WORKERS)
+        ("reduce", "0.1"),
+        *(covered("one hangs in reduce", phase, worker) for phase in ("forward", "vote") for worker in WORKERS),
+        *(covered("another hangs in reduce", "reduce", worker) for worker in ("0.0", "0.2")),
     ],
 )
 def test_hang(tmp_path: Path, undisturbed, phase: str, worker: str) -> None:
     faults = f"stop worker={worker} step=4 phase={phase}"
-    result = launch(tmp_path, faults=faults, environment={"STEPS": str(STEPS)}, heartbeat_timeout=1.0)
+    result = launch(tmp_path, faults=faults, environment={"STEPS": str(STEPS)}, heartbeat_timeout=1.5)
     assert_nothing_lost(result, undisturbed(STEPS))
     assert "heartbeat" in result.of("failure")[0]["cause"]
 
@@ -86,7 +100,7 @@ def test_a_replacement_joins_by_itself(tmp_path: Path, undisturbed) -> None:
     assert {r["worker"] for r in result.results} == {"0.0", "0.2", "0.3"}
 
 
-@pytest.mark.parametrize("victim", ["0.0", "0.2", "0.3"])
+@pytest.mark.parametrize("victim", ["0.3", *(covered("the joiner dies there", worker) for worker in ("0.0", "0.2"))])
 def test_kill_while_the_state_is_copied_to_a_replacement(tmp_path: Path, undisturbed, victim: str) -> None:
     """0.0 sends the initial state too, so it dies there; 0.2 and the joiner 0.3 die in the later copy."""
     faults = f"kill worker=0.1 step=3 phase=forward; kill worker={victim} phase=copy"

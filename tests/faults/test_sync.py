@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from holdfast.data.order import Order
 from tests.faults import sync_train
-from tests.faults.judge import FEW
+from tests.faults.judge import covered, is_thorough
 from tests.faults.sync_judge import (
     POLICIES,
     Rules,
@@ -35,8 +35,7 @@ RESUMED = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "resumed" in metafunc.fixturenames:
-        soak = metafunc.config.getoption("--soak") > FEW
-        metafunc.parametrize("resumed", RESUMED if soak else ["target", "overlap", RESUMED[-1]])
+        metafunc.parametrize("resumed", RESUMED if is_thorough(metafunc.config) else [RESUMED[-1]])
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return train(tmp_path_factory.mktemp("together"), "none", model="waves", workers=1, CLIP=1.0, EVALUATE=5)
 
 
-@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.parametrize("workers", [3, *(covered("three do the same", number) for number in (1, 4))])
 def test_no_threshold_is_every_step(tmp_path: Path, together: Trial, workers: int) -> None:
     trial = train(tmp_path, "SelSync(delta=0)", model="waves", workers=workers, CLIP=1.0, EVALUATE=5)
     assert_good_end(trial)
@@ -54,7 +53,9 @@ def test_no_threshold_is_every_step(tmp_path: Path, together: Trial, workers: in
     assert all(line["synchronised"] for lines in trial.of("step").values() for line in lines)
 
 
-@pytest.mark.parametrize("policy", ["SelSync(delta=0)", "LocalSGD(every=99, warmup=99)"])
+@pytest.mark.parametrize(
+    "policy", ["LocalSGD(every=99, warmup=99)", covered("a warm-up is every step, too", "SelSync(delta=0)")]
+)
 def test_together_steps_are_exact_through_kills(tmp_path: Path, together: Trial, policy: str) -> None:
     faults = "kill worker=0.1 step=3 phase=backward; kill worker=0.0 step=7 phase=vote"
     trial = train(tmp_path, policy, model="waves", faults=faults, CLIP=1.0, EVALUATE=5)
@@ -135,9 +136,9 @@ def assert_equal_where_synchronised(trial: Trial, *, delayed: bool = False) -> i
 @pytest.mark.parametrize(
     "policy",
     [
-        "SelSync(delta=0.2, optimizer_state='average')",
+        covered("with a target they are equal, too", "SelSync(delta=0.2, optimizer_state='average')"),
         "SelSync(target=0.4, max_local_steps=4, min_gap=2)",
-        "LocalSGD(every=3, warmup=2, optimizer_state='reset')",
+        covered("after outer steps they are equal, too", "LocalSGD(every=3, warmup=2, optimizer_state='reset')"),
         "DiLoCo(every=4)",
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.agent import Agent
-from tests.faults.judge import FEW
+from tests.faults.judge import covered, sweep
 from tests.faults.sync_judge import (
     POLICIES,
     STEPS,
@@ -31,28 +31,24 @@ SYNC_PHASES = ["average", "averaged", "vote", "voted"]
 BALLOTS = ["delta", "target", "variance", "gradients"]
 
 
-def cases(*, complete: bool) -> list[tuple[str, str, str]]:
-    """Policy, phase and victim; some of them cover each policy, phase and victim several times."""
-    found = []
-    for i, policy in enumerate(POLICIES):
-        phases = [*STEP_PHASES, *SYNC_PHASES, *(["ballot"] if policy in BALLOTS else [])]
-        for j, phase in enumerate(phases):
-            if complete:
-                found += [(policy, phase, worker) for worker in ("0.0", "0.1", "0.2")]
-            elif (i + j) % 5 == 0 or (phase == "ballot" and policy == "delta"):
-                found.append((policy, phase, f"0.{(i + j // 5) % 3}"))
-    return found
+ALL = [
+    (policy, phase, worker)
+    for policy in POLICIES
+    for phase in [*STEP_PHASES, *SYNC_PHASES, *(["ballot"] if policy in BALLOTS else [])]
+    for worker in ("0.0", "0.1", "0.2")
+]
+# Each policy and each phase once, each victim several times.
+SOME = [
+    ("delta", "ballot", "0.0"), ("target", "forward", "0.1"), ("variance", "average", "0.2"),
+    ("local", "backward", "0.0"), ("overlap", "averaged", "0.1"), ("fedavg", "vote", "0.2"),
+    ("diloco", "voted", "0.0"), ("gradients", "update", "0.1"), ("ssp", "data", "0.2"),
+]  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    complete = metafunc.config.getoption("--soak") > FEW
-    if {"policy", "victim"} <= set(metafunc.fixturenames):
-        metafunc.parametrize(("policy", "phase", "victim"), cases(complete=complete))
-    elif "changed" in metafunc.fixturenames:
-        metafunc.parametrize("changed", list(POLICIES) if complete else ["overlap", "ssp"])
-    elif "policy" in metafunc.fixturenames:
-        some = "target" if "hang" in metafunc.function.__name__ or "saving" in metafunc.function.__name__ else "local"
-        metafunc.parametrize("policy", list(POLICIES) if complete else [some])
+    sweep(metafunc, "strike", ALL, SOME)
+    sweep(metafunc, "changed", list(POLICIES), ["overlap"])
+    sweep(metafunc, "policy", list(POLICIES), ["target"])
 
 
 def assert_survived(trial: Trial, policy: str, lost: set[str], *, workers: int = 3, steps: int = STEPS) -> None:
@@ -65,7 +61,8 @@ def assert_survived(trial: Trial, policy: str, lost: set[str], *, workers: int =
         assert times_apart(trial.lives, steps=steps) > 1, "nothing was tried"
 
 
-def test_kill(tmp_path: Path, policy: str, phase: str, victim: str) -> None:
+def test_kill(tmp_path: Path, strike: tuple[str, str, str]) -> None:
+    policy, phase, victim = strike
     step = " step=4" if phase in STEP_PHASES else ""
     trial = train(tmp_path, policy, faults=f"kill worker={victim}{step} phase={phase}", EVALUATE=7)
     assert_survived(trial, policy, {victim})
@@ -78,12 +75,14 @@ def test_a_second_kill_during_recovery(tmp_path: Path, policy: str) -> None:
     assert_survived(trial, policy, {"0.0", "0.1"}, workers=4)
 
 
+@pytest.mark.thorough("there is a second kill during recovery in another test")
 def test_a_second_kill_in_the_average_of_the_survivors(tmp_path: Path, policy: str) -> None:
     faults = "kill worker=0.1 step=1 phase=forward; kill worker=0.2 phase=averaged"
     trial = train(tmp_path, policy, faults=faults, workers=3)
     assert_survived(trial, policy, {"0.1", "0.2"})
 
 
+@pytest.mark.thorough("more than one is lost in another test")
 def test_all_but_one(tmp_path: Path, policy: str) -> None:
     faults = "; ".join(f"kill worker=0.{n} step=5 phase=update" for n in (0, 1, 3))
     trial = train(tmp_path, policy, faults=faults, workers=4)
@@ -97,7 +96,7 @@ def test_replicas_far_apart_meet_at_the_furthest(tmp_path: Path) -> None:
     assert_survived(trial, "local", {"0.2"}, steps=20)
 
 
-@pytest.mark.parametrize("phase", ["forward", "averaged"])
+@pytest.mark.parametrize("phase", ["averaged", covered("one hangs in an average", "forward")])
 def test_hang(tmp_path: Path, policy: str, phase: str) -> None:
     step = " step=4" if phase == "forward" else ""
     trial = train(tmp_path, policy, faults=f"stop worker=0.1{step} phase={phase}", heartbeat_timeout=1.0)
@@ -116,6 +115,7 @@ def test_a_replacement_starts_from_the_average(tmp_path: Path, changed: str) -> 
     assert min(e["number"] for e in trial.of("step")["0.3"]) > 3
 
 
+@pytest.mark.thorough("replacements and outer steps are in other tests")
 def test_a_replacement_takes_the_same_outer_steps(tmp_path: Path) -> None:
     """It may come in right after an overlapped one, of which it knows nothing."""
     faults = "kill worker=0.1 step=3 phase=forward"
@@ -132,7 +132,7 @@ def test_a_joiner_waits_for_no_long_period(tmp_path: Path) -> None:
     assert len(trial.result.of("generation")) <= 5, "all stop at the same place"
 
 
-@pytest.mark.parametrize("victim", ["0.2", "0.3"])
+@pytest.mark.parametrize("victim", ["0.3", covered("the other one is killed", "0.2")])
 def test_kill_while_the_state_is_copied_to_a_replacement(tmp_path: Path, victim: str) -> None:
     faults = f"kill worker=0.1 step=3 phase=forward; kill worker={victim} phase=copy"
     trial = train(tmp_path, "local", steps=60, faults=faults, **PATIENT)
@@ -140,7 +140,10 @@ def test_kill_while_the_state_is_copied_to_a_replacement(tmp_path: Path, victim:
     assert_nothing_lost(trial.lives, Rules(), steps=60)
 
 
-@pytest.mark.parametrize("period", ["LocalSGD(every=3)", "DiLoCo(every=3, outer_lr=1.0, outer_momentum=0.0)"])
+@pytest.mark.parametrize(
+    "period",
+    ["LocalSGD(every=3)", covered("local SGD does the same", "DiLoCo(every=3, outer_lr=1.0, outer_momentum=0.0)")],
+)
 def test_a_joiner_whose_first_generation_breaks(tmp_path: Path, period: str) -> None:
     """It has the state, so it is no newcomer in the next one; and must know all the same where its policy is."""
     faults = "kill worker=0.1 step=3 phase=forward"
@@ -176,6 +179,7 @@ def test_a_leaver_leaves_its_steps_behind(tmp_path: Path, changed: str) -> None:
     assert abs(lives["0.0"].before[last] - mean).max() < 1e-9, "the leaver's steps are in the average"
 
 
+@pytest.mark.thorough("there is one joiner in another test")
 def test_one_joiner_after_the_other(tmp_path: Path) -> None:
     faults = "kill worker=0.1 step=3 phase=forward; kill worker=0.2 step=9 phase=forward"
     trial = train(tmp_path, "LocalSGD(every=1000)", steps=110, faults=faults, **PATIENT)
@@ -205,6 +209,7 @@ def test_everybody_is_asked_to_leave_and_comes_back(tmp_path: Path) -> None:
     assert abs(second.lives["0.0"].before[min(last)] - mean).max() < 1e-9
 
 
+@pytest.mark.thorough("a joiner does not wait, either")
 def test_a_leaver_waits_for_no_long_period(tmp_path: Path) -> None:
     trial = train(tmp_path, "LocalSGD(every=1000)", steps=60, meddle=leaving("0.1", 4), WANTED=2)
     assert_good_end(trial, steps=60)
@@ -215,7 +220,9 @@ def test_a_leaver_waits_for_no_long_period(tmp_path: Path) -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["snapshot", "write", "commit"])
+@pytest.mark.parametrize(
+    "phase", ["write", *(covered("one is killed as it writes", phase) for phase in ("snapshot", "commit"))]
+)
 def test_kill_while_saving(tmp_path: Path, policy: str, phase: str) -> None:
     saved = {"CHECKPOINT": tmp_path / "saved", "EVERY": 4}
     trial = train(tmp_path, policy, faults=f"kill worker=0.0 phase={phase}", **saved)
@@ -232,7 +239,9 @@ def test_everybody_killed_in_the_average(tmp_path: Path, policy: str) -> None:
 # --- controls --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flaw", ["deaf 0.1", "greedy", "forgetful 0.1"])
+@pytest.mark.parametrize(
+    "flaw", ["greedy", *(covered("test_sync_judge.py has it", flaw) for flaw in ("deaf 0.1", "forgetful 0.1"))]
+)
 def test_averages_done_wrong_are_noticed(tmp_path: Path, flaw: str) -> None:
     trial = train(tmp_path, "local", SABOTAGE=flaw, steps=6)
     with pytest.raises(AssertionError):

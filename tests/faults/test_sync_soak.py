@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.judge import scenarios
 from tests.faults.sync_judge import (
     POLICIES,
     SCRIPT,
@@ -29,10 +30,7 @@ STEPS = 18
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    number = metafunc.config.getoption("--soak")
-    metafunc.parametrize(
-        "seed", range(-(-2 * number // 3) if "phases" in metafunc.function.__name__ else -(-number // 3))
-    )
+    metafunc.parametrize("seed", scenarios(metafunc.config))
 
 
 def assert_as_it_should(trial: Trial, name: str, *, steps: int) -> None:
@@ -58,9 +56,7 @@ def test_random_kills_in_random_phases(tmp_path: Path, seed: int) -> None:
     more["EVALUATE"] = rng.choice([0, 5])
     more |= {"CHECKPOINT": tmp_path / "saved", "EVERY": rng.choice([2, 5])}
     print(f"{name}, {workers} workers, {faults}, {more}")
-    trial = train(
-        tmp_path / "a", name, workers=workers, steps=STEPS, faults=faults, heartbeat_timeout=2.0, seconds=100, **more
-    )
+    trial = train(tmp_path / "a", name, workers=workers, steps=STEPS, faults=faults, heartbeat_timeout=2.0, **more)
     assert_as_it_should(trial, name, steps=STEPS)
 
 
