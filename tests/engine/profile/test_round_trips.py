@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.cluster import tags
 from holdfast.engine.profile import round_trips
 from holdfast.engine.profile.round_trips import quick_link
 from holdfast.plan.profile import Link
@@ -44,7 +45,7 @@ class Pretended:
         monkeypatch.setattr(round_trips.time, "perf_counter", lambda: self.now)
 
     def start(self, sends: Any, receives: Any) -> list[int]:
-        self.sizes += [tensor.nbytes for _, tensor, tag in sends if tag == round_trips.MESSAGE_TAG]
+        self.sizes += [tensor.nbytes for _, tensor, tag in sends if tag == tags.ECHO]
         self.tags |= {tag for *_, tag in [*sends, *receives]}
         self.now += 0.0 if receives else self.link.latency
         return [tensor.nbytes for _, tensor, _ in receives]
