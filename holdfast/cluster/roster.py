@@ -214,9 +214,14 @@ class Roster(Generations):
             self._worker_gone(peer.name, "connection lost")
 
     def _host_gone(self, host: Host, cause: str) -> None:
-        """Its workers have connections of their own; what goes with the host is its share of the target."""
+        """Its workers have connections of their own; what goes with the host is its share of the target.
+
+        Workers whose lines were lost before are given up: nobody is left who could tell that they live.
+        """
         self._register.remove(host)
         self._register.log("host-gone", host=host.number, cause=cause)
+        for name in [name for name in self.absent if worker_order(name)[0] == host.number]:
+            self._worker_gone(name, cause)
         if not self.hosts and (cause == DONE or self._finishing):
             self.stopped = True
         self.advance()

@@ -159,6 +159,13 @@ def test_a_lost_line_is_no_loss_while_an_agent_could_tell() -> None:
     assert "failure" in logged(table.wait(10.0, 0, 100)), "it did not come back"
 
 
+def test_a_machine_whose_lines_are_all_lost_is_lost_at_once() -> None:
+    table = Table(1)
+    table.hear(0, "progress", generation=1, operation=1)
+    assert "failure" not in logged(table.close(0))
+    assert "failure" in logged(table.close(100))
+
+
 def test_a_line_that_was_lost_while_a_generation_forms_ends_it() -> None:
     """Another member may wait for an address that was on it."""
     table = Table(2)
