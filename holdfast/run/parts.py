@@ -1,4 +1,4 @@
-"""Construction of a run's parts from its settings: model, update, engine, log, and what is asked of layouts."""
+"""Construction of a run's parts from its settings: model, update, log, engine, arranger."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from holdfast.cluster.events import Events
 from holdfast.cluster.membership import Solo
 from holdfast.engine.engine import Engine, label_of
 from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.profile.measure import difference, read_facts
+from holdfast.engine.state import State
 from holdfast.engine.statistics import layer_with_running_statistics, refuse_running_statistics
 from holdfast.engine.update import Update
 from holdfast.errors import UsageError
 from holdfast.log.log import Log, LogSettings
 from holdfast.plan.profile import Profile
-from holdfast.recovery.arrange import Wishes
+from holdfast.recovery.arrange import Arranger, Wishes
+from holdfast.recovery.replay import Replayer
+from holdfast.run.saving import Saver
 from holdfast.run.settings import Settings
 from holdfast.sync.policy import refuse_talking_layers
 from holdfast.undo.undo import check, undo_step
@@ -57,17 +61,25 @@ def make_label(settings: Settings, module: nn.Module) -> str:
     return label if partition is None else f"{label}, partition {partition}"
 
 
-def make_wishes(settings: Settings, engine: Engine) -> Wishes:
-    """Return what the run asks of layouts. Raises ``UsageError`` if a given profile is not one of this model."""
-    log = LogSettings.of(settings.log)
-    return Wishes(
+def make_arranger(
+    settings: Settings, engine: Engine, state: State, events: Events, saver: Saver | None, log: Log | None
+) -> Arranger:
+    """Return this worker's part in getting generations ready.
+
+    Raises ``UsageError`` if a given profile is not one of this model.
+    """
+    wishes = Wishes(
         tolerate=settings.tolerate,
         stages=settings.stages,
         memory=settings.placement.memory_bytes,
         profile=_read_profile(settings.placement.profile, engine),
-        budget=None if log is None else log.budget,
+        budget=None if log is None else log.settings.budget,
         votes_each_step=settings.policy is None,
     )
+    replayer = None
+    if log is not None and saver is not None:
+        replayer = Replayer(engine, state, log, saver, events)
+    return Arranger(engine, state, events, wishes, saver, replayer)
 
 
 def _make_model(settings: Settings) -> LayeredModel:

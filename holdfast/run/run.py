@@ -33,10 +33,8 @@ from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
 from holdfast.log.log import LogSettings
 from holdfast.plan.placement import Placement
-from holdfast.recovery.arrange import Arranger, Wishes
-from holdfast.recovery.replay import Replayer
 from holdfast.recovery.resume import Checkpoints
-from holdfast.run.parts import make_engine, make_label, make_wishes
+from holdfast.run.parts import make_arranger, make_engine, make_label
 from holdfast.run.results import Results
 from holdfast.run.saving import Saver
 from holdfast.run.script import Script
@@ -134,16 +132,15 @@ class Run:
         """Make the state of this worker, and take its place among the others."""
         engine, kept = self.engine, settings.checkpoint
         label = make_label(settings, engine.model.module)
-        wishes = make_wishes(settings, engine)
         self._progress = Progress(label=label)
         self._state = State(engine.model, engine.update, self._progress, holdings=engine.holdings, exact=engine.exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
-        self._arranger = self._arranger_for(wishes)
+        self._arranger = make_arranger(settings, engine, self._state, self._events, self._saver, self._log)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._script = Script()
         self._said = ""  # about what can be survived
-        self._wished = wishes.tolerate or 0  # what the user has asked for in so many words
+        self._wished = settings.tolerate or 0  # what the user has asked for in so many words
         membership = _membership(f"{label}, {settings.shape}")
         self._cohort = Cohort(membership, self._arranger, engine.model.device, self._events)
         self._results = Results(engine, self._state, self._cohort, self._script, self._settle)
@@ -153,12 +150,6 @@ class Run:
             self._apart = RunTraining(settings.policy, *parts, between=self._between_steps)
         faults.plan(membership.worker)
         _runs.append(self)
-
-    def _arranger_for(self, wishes: Wishes) -> Arranger:
-        replayer = None
-        if self._log is not None and self._saver is not None:
-            replayer = Replayer(self.engine, self._state, self._log, self._saver, self._events)
-        return Arranger(self.engine, self._state, self._events, wishes, self._saver, replayer)
 
     # --- training --------------------------------------------------------------------------------
 
