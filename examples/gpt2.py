@@ -40,7 +40,7 @@ def main() -> None:
         data=training,
         global_batch=32,
         micro_batch=4,
-        stages=arguments.stages,
+        placement=holdfast.Placement(stages=arguments.stages),
         tolerate=arguments.tolerate,
     )
     for step in run.steps(arguments.steps):

@@ -1,7 +1,8 @@
 """Holdfast keeps PyTorch training going while the machines under it come and go.
 
-The public names are few: ``Run``, ``Step``, ``layers_of``, ``tied``, the policies of when replicas talk, and the
-errors. They are imported on first use, so that ``holdfast --help`` and the agent do not pay for importing torch.
+The public names are few: ``Run``, ``Step``, the settings that a run takes in groups, ``layers_of``, ``tied``, the
+policies of when replicas talk, and the errors. They are imported on first use, so that ``holdfast --help`` and the
+agent do not pay for importing torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import HoldfastError, LossNotFinite, UsageError
 
 if TYPE_CHECKING:
+    from holdfast.data.source import Data
     from holdfast.engine.layers_of import layers_of
+    from holdfast.engine.numerics import Numerics
     from holdfast.engine.tied_weights import tied
+    from holdfast.log.log import LogSettings
+    from holdfast.plan.placement import Placement
+    from holdfast.recovery.resume import Checkpoints
     from holdfast.run.run import Run, Step
     from holdfast.sync.diloco import DiLoCo
     from holdfast.sync.periodic import FedAvg, LocalSGD
@@ -23,11 +29,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "SSP",
+    "Checkpoints",
+    "Data",
     "DiLoCo",
     "FedAvg",
     "HoldfastError",
     "LocalSGD",
+    "LogSettings",
     "LossNotFinite",
+    "Numerics",
+    "Placement",
     "Run",
     "SelSync",
     "Step",
@@ -37,9 +48,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoints": "holdfast.recovery.resume",
+    "Data": "holdfast.data.source",
     "DiLoCo": "holdfast.sync.diloco",
     "FedAvg": "holdfast.sync.periodic",
     "LocalSGD": "holdfast.sync.periodic",
+    "LogSettings": "holdfast.log.log",
+    "Numerics": "holdfast.engine.numerics",
+    "Placement": "holdfast.plan.placement",
     "SSP": "holdfast.sync.ssp",
     "SelSync": "holdfast.sync.selsync",
     "Run": "holdfast.run.run",

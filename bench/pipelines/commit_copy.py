@@ -64,7 +64,7 @@ def _fresh(flat: Flat) -> Any:
 class CommitCopyRun(holdfast.Run):
     """A ``Run`` that commits blocks of ``copy_every`` steps: they are yielded together and lost together.
 
-    Takes the settings of ``Run``. Every worker must hold the whole model (``stages=1``), without ``log=``.
+    Takes the settings of ``Run``. Every worker must hold the whole model (``Placement(stages=1)``), without ``log=``.
     """
 
     def __init__(self, *, copy_every: int, **settings: Any) -> None:

@@ -35,11 +35,8 @@ def main() -> None:
         args,
         numerics=args.numerics,
         tolerate=args.tolerate,
-        stages=stages,
-        memory=args.memory,
-        profile=args.profile,
-        checkpoint=args.checkpoint,
-        every=args.every,
+        placement=holdfast.Placement(stages=stages, memory=args.memory, profile=args.profile),
+        checkpoint=args.checkpoint and holdfast.Checkpoints(folder=args.checkpoint, every=args.every),
         log=LogSettings(budget=args.log_budget, memory=args.log_memory) if args.log else False,
     )
     progress = ProgressFile(args, worker_number())
@@ -61,10 +58,9 @@ def make_run(
         layers=model.build_layers(args),
         loss=model.loss_fn,
         optimizer=model.build_optimizer,
-        data=model.Samples(args),
+        data=holdfast.Data(model.Samples(args), shuffle=False),  # the order of the peers, to compare losses
         global_batch=args.micro_batches * args.micro_batch,
         micro_batch=args.micro_batch,
-        shuffle=False,  # the order of the peers, so that losses can be compared
         **settings,
     )
 

@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("--measure", type=int, default=0, help="the step after which memory is measured")
     args = parser.parse_args()
     kind = holdfast.Run if args.copy_every is None else partial(CommitCopyRun, copy_every=args.copy_every)
-    run = make_run(args, kind=kind, stages=1, update=args.update)
+    run = make_run(
+        args, kind=kind, placement=holdfast.Placement(stages=1), numerics=holdfast.Numerics(update=args.update)
+    )
     worker = worker_number()
     progress = ProgressFile(args, worker)
     for step in run.steps(args.steps):

@@ -40,8 +40,7 @@ def main() -> None:
         clip_norm=1.0,
         seed=arguments.seed,
         tolerate=1 if arguments.memory else 0,
-        stages=None if arguments.memory else 1,
-        memory=arguments.memory,
+        placement=holdfast.Placement(memory=arguments.memory, stages=None if arguments.memory else 1),
         sync=holdfast.SelSync(target=SHARE, warmup=WARM_UP_STEPS) if arguments.sync else "every-step",
     )
     for _ in run.steps(arguments.steps):

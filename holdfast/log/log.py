@@ -8,6 +8,7 @@ given up and training goes on: without it the run returns to its checkpoint.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from holdfast.log.spill import Files, Place, Unspilled, size_of
 from holdfast.log.spill import clean as clean
 from holdfast.plan.log_records import Direction as Direction
 from holdfast.plan.log_records import HeldRecords, Key, holdings_of
-from holdfast.words import size_text
+from holdfast.words import parse_size, size_text
 
 BATCH = 16 << 20  # bytes that are written at once, and that memory is freed by beyond what is needed
 SOON = 4 << 20  # bytes that are worth a write
@@ -36,21 +37,45 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """What a log may take of a worker.
+    """Settings of a run's log: how much of what stages send each other is kept for a replay.
+
+    - ``budget``: bytes of records of all workers together, in memory and on disk. Beyond it, fewer boundaries are
+      logged. None: no limit.
+    - ``memory``: bytes of a worker's records that may stay in memory. Older records are written to files.
+    - ``folder``: where those files are. None: "log" in the folder of the run's checkpoints.
+
+    Raises ``UsageError`` for values that are none of these.
 
     >>> LogSettings(budget=2_000_000_000).memory
     268435456
     """
 
-    budget: int | None = None  # bytes of records, memory and disk together; None: no limit
-    memory: int = 256 << 20  # bytes that may stay in memory; older records beyond it are written to files
-    folder: Path | None = None  # None: "log" in the folder of the run's checkpoints
+    budget: int | None = None
+    memory: int = 256 << 20
+    folder: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.budget is not None and self.budget <= 0:
-            raise UsageError(f"a log of {self.budget} bytes is none", hint="log=False, or a number of bytes")
-        if self.memory < 0:
-            raise UsageError(f"a log cannot have {self.memory} bytes of memory")
+        if self.budget is not None and (not isinstance(self.budget, int | float) or self.budget <= 0):
+            raise UsageError(f"a log of {self.budget!r} bytes is none", hint="log=False, or a number of bytes")
+        if not isinstance(self.memory, int | float) or self.memory < 0:
+            raise UsageError(f"a log cannot have {self.memory!r} bytes of memory", hint="0 or more")
+        if not isinstance(self.folder, str | os.PathLike | None):
+            raise UsageError(f"folder={self.folder!r} is no folder for a log", hint="a path, or None")
+
+    @classmethod
+    def of(cls, given: Any) -> LogSettings | None:
+        """Return the settings that a user means by ``log=given``: True, bytes, text such as "2GB", or all of them.
+
+        None means no log.
+        """
+        if given is None or given is False:
+            return None
+        if isinstance(given, LogSettings):
+            return given
+        if not isinstance(given, bool | int | float | str):
+            raise UsageError(f"log={given!r} is no log", hint="True, a number of bytes, or text as in '2GB'")
+        budget = None if given is True else parse_size(given) if isinstance(given, str) else given
+        return cls(budget=budget)  # type: ignore[arg-type]  # a float such as 2e9 will do
 
 
 class _Record:
@@ -97,7 +122,7 @@ class Log:
         self._hurry = 0  # how many wait for the thread to rest
         self._closed = False
         self._number = 0
-        self._files = Files(settings.folder, name)  # the thread's own
+        self._files = Files(Path(settings.folder), name)  # the thread's own
         self._useless: str | None = None  # why
         self._epoch = 0  # how often everything was forgotten
         self._forget()

@@ -15,7 +15,7 @@ NodeName = str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class Assignment:
     """The node of each place, the bytes that nodes have to be sent in all, and the nodes left over."""
 
     nodes: tuple[NodeName, ...]
@@ -25,7 +25,7 @@ class Placement:
 
 def place(
     places: Sequence[range], nodes: Sequence[NodeName], held: Mapping[NodeName, range], layers: Sequence[LayerCost]
-) -> Placement:
+) -> Assignment:
     """Return the placement that moves the fewest bytes.
 
     Each place is a range of layers. A node is sent the layers of its place that it does not hold yet (``held``).
@@ -35,7 +35,7 @@ def place(
     >>> from holdfast.plan.profile import uniform
     >>> held = {"a": range(0, 2), "b": range(2, 4), "c": range(0, 1)}
     >>> place([range(0, 1), range(1, 4)], ["a", "b", "c"], held, uniform(4, weight_bytes=1).layers)
-    Placement(nodes=('c', 'b'), moved_bytes=3, spares=('a',))
+    Assignment(nodes=('c', 'b'), moved_bytes=3, spares=('a',))
     """
     sums = np.concatenate([[0], np.cumsum([layer.state_bytes for layer in layers])])
     taken: dict[int, NodeName] = {}
@@ -57,7 +57,7 @@ def place(
         moved = int(cost[rows, columns].sum()) if any(held.values()) else 0
         taken.update({open_places[row]: left[column] for row, column in zip(rows, columns, strict=True)})
     used = set(taken.values())
-    return Placement(
+    return Assignment(
         nodes=tuple(taken[number] for number in range(len(places))),
         moved_bytes=moved,
         spares=tuple(node for node in left if node not in used),

@@ -14,8 +14,8 @@ from holdfast.errors import UsageError
 from holdfast.plan.batch import split
 from holdfast.plan.pipeline_counts import Composition, Demand, Menu, equals, fastest, fewest_pipelines
 from holdfast.plan.pipeline_sizes import what_it_takes
+from holdfast.plan.place import Assignment, place
 from holdfast.plan.place import NodeName as NodeName
-from holdfast.plan.place import Placement, place
 from holdfast.plan.template import Template, Templates
 from holdfast.words import count, size_text
 
@@ -183,7 +183,7 @@ def _place(
     demand: Demand,
     seconds: float,
     found: Composition,
-) -> tuple[Composition, Placement]:
+) -> tuple[Composition, Assignment]:
     """Return the equally fast composition whose places the nodes can fill with the fewest bytes."""
     layers = templates.profile.layers
     if sum(found.values()) == 1:
@@ -191,7 +191,7 @@ def _place(
     else:
         limit = max(TRIES // demand.nodes, 4) if held else 1
         candidates = equals(menu, demand, seconds, _intact(templates, held), limit) or [found]
-    tried: list[tuple[Placement, Composition]] = []
+    tried: list[tuple[Assignment, Composition]] = []
     for each in candidates:
         tried.append((place(_places(templates, each), nodes, held, layers), each))
         if not tried[-1][0].moved_bytes:  # no placement can be better
@@ -214,7 +214,7 @@ def _intact(templates: Templates, held: Mapping[NodeName, range]) -> Composition
 def _reason(
     composition: Composition,
     pipelines: Sequence[Pipeline],
-    placement: Placement,
+    placement: Assignment,
     lost: Sequence[int],
     templates: Templates,
 ) -> str:

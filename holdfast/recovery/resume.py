@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,19 +35,45 @@ class Unfit(HoldfastError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Where a run's checkpoints go, how often, and which are kept."""
+class Checkpoints:
+    """Settings of a run's checkpoints. A run that finds some in its folder goes on from the newest sound one.
 
-    root: Path
+    - ``folder``: where they are. All workers must see it. It is made if it is not there.
+    - ``every``: steps from one to the next. "auto": as their measured cost and the failures so far advise. One more is
+      saved at the end of a run.
+    - ``keep``: how many of the newest ones stay; older ones are deleted.
+    - ``keep_every``: those of steps that this number divides stay too. None: no others.
+
+    Raises ``UsageError`` for values that are none of these.
+
+    >>> Checkpoints(folder="runs/gpt", every=100).keep
+    3
+    """
+
+    folder: str | os.PathLike[str]
     every: int | Literal["auto"] = "auto"
     keep: int = 3
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.every != "auto" and (not isinstance(self.every, int) or self.every < 1):
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+            raise UsageError(f"{self.folder!r} is no folder for checkpoints", hint="a path, as in 'runs/gpt'")
+        if self.every != "auto" and (type(self.every) is not int or self.every < 1):
             raise UsageError(f"every={self.every!r} is not a number of steps", hint="1 or more, or 'auto'")
-        if self.keep < 1 or (self.keep_every is not None and self.keep_every < 1):
-            raise UsageError("keep and keep_every must be 1 or more")
+        if type(self.keep) is not int or self.keep < 1:
+            raise UsageError(f"keep={self.keep!r} is not a number of checkpoints", hint="1 or more")
+        if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
+            raise UsageError(f"keep_every={self.keep_every!r} is not a number of steps", hint="1 or more, or None")
+
+    @classmethod
+    def of(cls, given: Any) -> Checkpoints | None:
+        """Return the settings that a user means by ``checkpoint=given``: a folder alone, or all of them."""
+        return given if given is None or isinstance(given, Checkpoints) else cls(folder=given)
+
+    @property
+    def root(self) -> Path:
+        """The folder as a path."""
+        return Path(self.folder)
 
     @property
     def first(self) -> int:
@@ -60,7 +87,7 @@ class Resumer:
     ``CheckpointError`` means that a checkpoint is damaged, which is also told here: an older one may be sound.
     """
 
-    def __init__(self, settings: Settings, state: State, events: Events) -> None:
+    def __init__(self, settings: Checkpoints, state: State, events: Events) -> None:
         self.settings = settings
         self._state = state
         self._events = events

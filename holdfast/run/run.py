@@ -21,10 +21,10 @@ from holdfast.cluster.membership import Membership, Solo
 from holdfast.commit.cohort import Cohort
 from holdfast.commit.operation import End
 from holdfast.data.fetch import Dataset
-from holdfast.data.order import Order
-from holdfast.data.partition import Partition
-from holdfast.engine.engine import Engine, Loss, label_of
+from holdfast.data.source import Data
+from holdfast.engine.engine import Loss
 from holdfast.engine.model import Layers
+from holdfast.engine.numerics import Numerics
 from holdfast.engine.profile.hook import about_to_train, end_if_measured, may_write
 from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
@@ -32,27 +32,15 @@ from holdfast.engine.step import TrainingStep
 from holdfast.engine.update import Schedule
 from holdfast.errors import UsageError
 from holdfast.log.log import LogSettings
-from holdfast.recovery.arrange import Arranger, Wishes
-from holdfast.recovery.replay import Replayer
+from holdfast.plan.placement import Placement
+from holdfast.recovery.resume import Checkpoints
+from holdfast.run.parts import make_arranger, make_engine, make_label
 from holdfast.run.results import Results
-from holdfast.run.saving import Saver, Settings
+from holdfast.run.saving import Saver
 from holdfast.run.script import Script
 from holdfast.run.script import Step as Step
-from holdfast.run.settings import (
-    batches_of,
-    bytes_of,
-    check_batches,
-    check_layout,
-    check_settings,
-    check_sync,
-    check_update,
-    choose_device,
-    log_of,
-    model_of,
-    profile_of,
-    update_of,
-)
-from holdfast.sync.policy import Policy, refuse_talking_layers
+from holdfast.run.settings import Settings
+from holdfast.sync.policy import Policy
 from holdfast.sync.report import EVERY_STEP, Report, Totals
 from holdfast.sync.run_training import RunTraining
 from holdfast.words import count
@@ -63,33 +51,32 @@ logger = logging.getLogger(__name__)
 class Run:
     """Training that goes on while workers come and go.
 
-    ``layers`` is a list of modules or ``nn.Sequential``; any other module is one layer. ``loss`` gives
-    the mean over its samples. In ``numerics="exact"`` the weights do not depend on how many workers
-    there are or what happened to them; ``"fast"`` may differ in the last bits. ``schedule`` is a
-    function of the step that gives the learning rate, or a function of the optimizer that gives a torch
-    scheduler.
+    - ``layers``: a list of modules (or of functions that make them) or ``nn.Sequential``. Any other module is one
+      layer.
+    - ``loss``: a function of output and target that gives the mean over its samples.
+    - ``optimizer``: a function of the parameters that makes an optimizer.
+    - ``data``: a map-style data set, where ``data[i]`` is ``(input, target)``; or ``Data`` with more settings.
+    - ``global_batch``, ``micro_batch``: samples of a step, and of a part of it that is computed at once.
+    - ``seed``: of all random numbers: the order of samples, dropout, layers that are made.
+    - ``collate``: a function of a list of samples that makes one batch of them.
+    - ``schedule``: a function of the step that gives the learning rate, or one of the optimizer that gives a torch
+      scheduler.
+    - ``clip_norm``: the norm that gradients are clipped to. None: they are not.
+    - ``numerics``: "exact", where the weights do not depend on how many workers there are or what happened to them;
+      "fast", which may differ in the last bits; or ``Numerics`` with more settings.
+    - ``tolerate``: how many workers may be lost at once: more than so many hold each layer. None: one, if there are
+      enough workers.
+    - ``placement``: ``Placement``, where layers go. None: the planner forms pipelines from what it measures.
+    - ``checkpoint``: a folder that all workers see, or ``Checkpoints`` with more settings. A run that finds a
+      checkpoint there goes on from it. None: no checkpoints.
+    - ``log``: True, to keep what stages send each other until the next checkpoint. Layers of which every copy is
+      lost are then computed again from that, alone. Bytes or text such as "2GB" are a budget for all workers together;
+      ``LogSettings`` has more settings.
+    - ``sync``: when replicas talk: at every step, or as a policy decides (``SelSync``, ``LocalSGD``, ``FedAvg``,
+      ``DiLoCo``, ``SSP``; docs/sync.md). Under a policy each worker holds the whole model and trains on its share of
+      the batch, and ``step.loss`` is its own.
 
-    Workers form pipelines: each holds some of the layers, and every layer is held by more than ``tolerate``
-    workers, so that so many may be lost at once (by default one, if there are enough workers). The planner chooses the
-    pipelines from a ``profile``, which is measured at the begin unless it is given, for workers with so much
-    ``memory`` (bytes, or text as in "2GB"; by default no limit on a processor). ``stages`` fixes them: their number in
-    each pipeline, or the number of layers of each stage; with 1, every worker holds the whole model.
-
-    ``checkpoint`` is a folder that all workers see; a run that finds a checkpoint there goes on from it. One is
-    saved ``every`` so many steps ("auto": as its measured cost and the failures so far advise) and at the
-    end; the newest ``keep`` stay, and those of steps that ``keep_every`` divides.
-
-    ``update`` says when: "commit" once all have voted that the step's gradients are complete; "eager" each layer as
-    soon as its own gradient is, before the vote: if the step breaks, it is undone, from the gradients and without a
-    copy, up to rounding (docs/undo.md).
-
-    With ``log`` workers keep what they send from stage to stage until a later checkpoint is there. Layers of which
-    every copy is lost are then computed again from that, alone, instead of everything. A number of bytes (or "2GB")
-    is a budget for all workers together: fewer boundaries are logged, and more has to be computed again.
-
-    ``sync`` says when replicas talk: at every step, or as a policy decides (``SelSync``, ``LocalSGD``, ``FedAvg``,
-    ``DiLoCo``, ``SSP``; docs/sync.md). Each worker then holds the whole model and trains on its share of the batch,
-    ``step.loss`` is its own, and ``partition`` may say which samples it reads.
+    Raises ``UsageError`` for settings that make no sense.
 
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
@@ -106,97 +93,63 @@ class Run:
         layers: Layers,
         loss: Loss,
         optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
-        data: Dataset,
+        data: Dataset | Data,
         global_batch: int,
         micro_batch: int,
         seed: int = 0,
-        shuffle: bool = True,
-        numerics: Literal["exact", "fast"] = "exact",
-        update: Literal["commit", "eager"] = "commit",
+        collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
+        numerics: Literal["exact", "fast"] | Numerics = "exact",
         tolerate: int | None = None,
-        stages: int | Sequence[int] | None = None,
-        memory: int | str | None = None,
-        profile: str | os.PathLike[str] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int | Literal["auto"] = "auto",
-        keep: int = 3,
-        keep_every: int | None = None,
+        placement: Placement | None = None,
+        checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
         log: bool | int | str | LogSettings = False,
         sync: Literal["every-step"] | Policy = "every-step",
-        partition: Partition | None = None,
-        collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
-        device: str | torch.device | None = None,
     ) -> None:
-        check_settings(numerics, seed)
-        check_sync(sync, stages=stages, memory=memory, profile=profile, update=update, log=log, partition=partition)
-        policy = None if isinstance(sync, str) else sync
-        stages = stages if policy is None else 1
-        check_update(update, clip_norm=clip_norm)
-        check_layout(tolerate, stages, memory, profile)
-        check_batches(data, global_batch, micro_batch)
-        exact = numerics == "exact"
-        model = model_of(layers, seed=seed, device=choose_device(device), exact=exact)
-        if policy is not None:
-            refuse_talking_layers(model.module)
-        order = Order(size=len(data), global_batch=global_batch, micro_batch=micro_batch, seed=seed, shuffle=shuffle)
-        batches = batches_of(order, partition)
-        self._log = log_of(log, checkpoint, model.module)
-        self.engine = Engine(
-            model=model,
-            update=update_of(model, optimizer, schedule, clip_norm, eager=update == "eager"),
+        settings = Settings(
+            layers=layers,
             loss=loss,
-            data=data,
-            order=batches,
+            optimizer=optimizer,
+            data=Data.of(data),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
             collate=collate,
-            exact=exact,
-            autocast=autocast,
-            log=self._log,
-        )
-        wishes = Wishes(
+            schedule=schedule,
+            clip_norm=clip_norm,
+            numerics=Numerics.of(numerics),
             tolerate=tolerate,
-            stages=stages,
-            memory=bytes_of(memory),
-            profile=profile_of(profile, self.engine),
-            budget=None if self._log is None else self._log.settings.budget,
-            votes_each_step=policy is None,
+            placement=Placement.of(placement),
+            checkpoint=Checkpoints.of(checkpoint),
+            log=log,
+            sync=sync,
         )
-        kept = checkpoint and Settings(root=Path(checkpoint), every=every, keep=keep, keep_every=keep_every)
-        label = label_of(model.module, order, numerics=numerics, clip_norm=clip_norm, autocast=autocast)
-        label += "" if partition is None else f", partition {partition}"
-        # May differ from run to run, but not from worker to worker:
-        shape = f"tolerate {tolerate}, stages {stages}, memory {memory}, update {update}, log {log}, sync {sync}"
-        self._take_part(wishes, kept or None, label=label, shape=shape)
-        self._apart = None
-        if policy is not None:
-            parts = (self.engine, self._state, self._cohort, self._events)
-            self._apart = RunTraining(policy, *parts, between=self._between_steps)
+        self.engine, self._log = make_engine(settings)
+        self._take_part(settings)
 
-    def _take_part(self, wishes: Wishes, kept: Settings | None, *, label: str, shape: str) -> None:
-        """The state of this worker, and its place among the others."""
-        engine = self.engine
+    def _take_part(self, settings: Settings) -> None:
+        """Make the state of this worker, and take its place among the others."""
+        engine, kept = self.engine, settings.checkpoint
+        label = make_label(settings, engine.model.module)
         self._progress = Progress(label=label)
         self._state = State(engine.model, engine.update, self._progress, holdings=engine.holdings, exact=engine.exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
-        self._arranger = self._arranger_for(wishes)
+        self._arranger = make_arranger(settings, engine, self._state, self._events, self._saver, self._log)
         self._trace = bool(os.environ.get("HOLDFAST_TRACE"))
         self._script = Script()
         self._said = ""  # about what can be survived
-        self._wished = wishes.tolerate or 0  # what the user has asked for in so many words
-        membership, device = _membership(f"{label}, {shape}"), self.engine.model.device
-        self._cohort = Cohort(membership, self._arranger, device, self._events)
-        self._results = Results(self.engine, self._state, self._cohort, self._script, self._settle)
+        self._wished = settings.tolerate or 0  # what the user has asked for in so many words
+        membership = _membership(f"{label}, {settings.shape}")
+        self._cohort = Cohort(membership, self._arranger, engine.model.device, self._events)
+        self._results = Results(engine, self._state, self._cohort, self._script, self._settle)
+        self._apart = None
+        if settings.policy is not None:
+            parts = (engine, self._state, self._cohort, self._events)
+            self._apart = RunTraining(settings.policy, *parts, between=self._between_steps)
         faults.plan(membership.worker)
         _runs.append(self)
-
-    def _arranger_for(self, wishes: Wishes) -> Arranger:
-        replayer = None
-        if self._log is not None and self._saver is not None:
-            replayer = Replayer(self.engine, self._state, self._log, self._saver, self._events)
-        return Arranger(self.engine, self._state, self._events, wishes, self._saver, replayer)
 
     # --- training --------------------------------------------------------------------------------
 

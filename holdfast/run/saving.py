@@ -28,8 +28,7 @@ from holdfast.engine.state import State
 from holdfast.errors import Broken, CheckpointError, HoldfastError
 from holdfast.log.log import Log
 from holdfast.plan import save_interval
-from holdfast.recovery.resume import Resumer
-from holdfast.recovery.resume import Settings as Settings
+from holdfast.recovery.resume import Checkpoints, Resumer
 from holdfast.run.reports import collect, post
 
 PATIENCE_SECONDS = 10.0  # that training waits for the last checkpoint to be written, before it does without one
@@ -46,7 +45,7 @@ class Saver(Resumer):
     What all workers must agree on is in ``state.progress``.
     """
 
-    def __init__(self, settings: Settings, state: State, events: Events, log: Log | None = None) -> None:
+    def __init__(self, settings: Checkpoints, state: State, events: Events, log: Log | None = None) -> None:
         super().__init__(settings, state, events)
         self._log = log
         self._taken: list[int] = []  # checkpoints that may be durable by now, and let go of what was logged before them

@@ -28,7 +28,7 @@ def main() -> None:
         data=TensorDataset(text[:, :-1], text[:, 1:]),
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
-        stages=1,
+        placement=holdfast.Placement(stages=1),
     )
     # O_APPEND and one write for each line keep the lines of several workers whole.
     progress = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

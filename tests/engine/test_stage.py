@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from holdfast.cluster.group import alone
+from holdfast.data.source import Data
 from holdfast.engine.stage import Neighbours, Post, Stage, post_of
 from holdfast.errors import LossNotFinite, UsageError
 from holdfast.plan.layout import Layout, Role, side_by_side
@@ -226,10 +227,9 @@ def test_parameters_do_not_share_a_gradient() -> None:
             layers=_Sum(),
             loss=lambda output, target: (output - target).sum(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-            data=data,
+            data=Data(data, shuffle=False),
             global_batch=batch,
             micro_batch=2,
-            shuffle=False,
         )
         list(run.steps(1))
         weights.append(run.engine.model.module.first.detach().clone())

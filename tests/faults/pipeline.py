@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.log.log import LogSettings
+from holdfast import LogSettings
 from tests.faults.log_hooks import meddle_with_log
 from tests.faults.meddling import meddle
-from tests.faults.train import clip_of, stages_of
+from tests.faults.train import checkpoints_of, clip_of, numerics_of, stages_of
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 69, 16, 2  # 4 full batches and one of 5: two micro-batches of 2 and one of 1
 WORDS, LENGTH, WIDTH = 24, 7, 32
@@ -177,14 +177,11 @@ def main() -> None:
         data=Sentences(),
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
-        update=setting("UPDATE", "commit"),
         clip_norm=clip_of(setting("CLIP", "0.5")),
-        numerics=setting("NUMERICS", "exact"),
-        stages=stages_of(setting("STAGES", "1")),
+        numerics=numerics_of(setting),
         tolerate=int(setting("TOLERATE", "0")),
-        memory=setting("MEMORY"),
-        checkpoint=setting("CHECKPOINT"),
-        every=int(setting("EVERY", "3")),
+        placement=holdfast.Placement(stages=stages_of(setting("STAGES", "1")), memory=setting("MEMORY")),
+        checkpoint=checkpoints_of(setting),
         log=log_of(setting("LOG"), setting("LOG_MEMORY")),
     )
     if setting("FIRST_LOOP"):

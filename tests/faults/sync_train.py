@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import holdfast
+from tests.faults.train import checkpoints_of
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 150, 16, 2  # the last batch of an epoch, the tenth, has three micro-batches
 NAMES = ("SelSync", "LocalSGD", "FedAvg", "DiLoCo", "SSP")
@@ -127,9 +128,8 @@ def main() -> None:
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
         numerics=setting("NUMERICS", "exact"),
-        stages=1,
-        checkpoint=setting("CHECKPOINT"),
-        every=int(setting("EVERY", "3")),
+        placement=holdfast.Placement(stages=1),
+        checkpoint=checkpoints_of(setting),
     )
     model = run.engine.model.module
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast
+from holdfast import Data, Numerics, Placement
 from holdfast.data.partition import SelDP
 from holdfast.errors import UsageError
 from tests.faults import sync_train
@@ -85,14 +86,14 @@ def test_bad_settings_of_a_policy(text: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stages": 2},
-        {"stages": [3, 3]},
+        {"placement": Placement(stages=2)},
+        {"placement": Placement(stages=[3, 3])},
         {"log": True, "checkpoint": "saved"},
-        {"update": "eager"},
-        {"memory": "2GB"},
-        {"profile": "profile.json"},
+        {"numerics": Numerics(update="eager")},
+        {"placement": Placement(memory="2GB")},
+        {"placement": Placement(profile="profile.json")},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: str(next(iter(changes.values()))),
 )
 @pytest.mark.usefixtures("alone")
 def test_what_a_policy_cannot_serve(
@@ -112,10 +113,10 @@ def test_what_is_no_policy(sync: Any) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_partition_needs_a_policy() -> None:
-    partition = SelDP(size=len(Waves()))
+    data = Data(Waves(), partition=SelDP(size=len(Waves())))
     with pytest.raises(UsageError, match="partition"):
-        make(partition=partition)
-    make(partition=partition, sync=policy_of("SelSync(delta=0)"))
+        make(data=data)
+    make(data=data, sync=policy_of("SelSync(delta=0)"))
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
@@ -129,8 +130,7 @@ def test_statistics_over_workers_that_do_not_meet(numerics: str) -> None:
 @pytest.mark.usefixtures("alone")
 def test_every_step_goes_with_everything() -> None:
     """The control of what is refused."""
-    for changes in ({"stages": 2}, {"update": "eager"}, {"memory": "2GB"}):
-        make(sync="every-step", **changes)
+    make(placement=Placement(stages=2, memory="2GB"), numerics=Numerics(update="eager"), sync="every-step")
 
 
 # --- alone -----------------------------------------------------------------------------------------------

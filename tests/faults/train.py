@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +34,19 @@ def clip_of(text: str) -> float | None:
     return None if text == "none" else float(text)
 
 
+def numerics_of(setting: Callable[..., Any]) -> holdfast.Numerics:
+    """Of ``NUMERICS`` and ``UPDATE``."""
+    return holdfast.Numerics(mode=setting("NUMERICS", "exact"), update=setting("UPDATE", "commit"))
+
+
+def checkpoints_of(setting: Callable[..., Any]) -> holdfast.Checkpoints | None:
+    """Of ``CHECKPOINT``, which is a folder, ``EVERY`` and ``KEEP``."""
+    if not setting("CHECKPOINT"):
+        return None
+    every = "auto" if setting("EVERY") == "auto" else int(setting("EVERY", "3"))
+    return holdfast.Checkpoints(folder=setting("CHECKPOINT"), every=every, keep=int(setting("KEEP", "3")))
+
+
 def main() -> None:
     setting = os.environ.get
     torch.manual_seed(int(setting("MODEL_SEED", "0")))
@@ -49,15 +64,11 @@ def main() -> None:
         data=Waves(),
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
-        update=setting("UPDATE", "commit"),
         clip_norm=clip_of(setting("CLIP", "1.0")),
-        numerics=setting("NUMERICS", "exact"),
-        stages=stages_of(setting("STAGES", "1")),
+        numerics=numerics_of(setting),
         tolerate=int(setting("TOLERATE", "0")),
-        memory=setting("MEMORY"),
-        checkpoint=setting("CHECKPOINT"),
-        keep=int(setting("KEEP", "3")),
-        every="auto" if setting("EVERY") == "auto" else int(setting("EVERY", "3")),
+        placement=holdfast.Placement(stages=stages_of(setting("STAGES", "1")), memory=setting("MEMORY")),
+        checkpoint=checkpoints_of(setting),
     )
     if setting("FIRST_LOOP"):
         for _ in run.steps(int(setting("FIRST_LOOP", "0"))):

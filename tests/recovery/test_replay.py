@@ -30,7 +30,8 @@ from holdfast.plan.replay_plan import Sources
 from holdfast.recovery import arrange, replay
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.replay import Replayer
-from holdfast.run.saving import Saver, Settings
+from holdfast.recovery.resume import Checkpoints
+from holdfast.run.saving import Saver
 from tests.engine.memory_group import MemoryGroup, Network
 from tests.engine.pipelines import CPU, Job, Layer, Result, lay, linear, train_alone
 from tests.recovery.town import Fate, Town, Voice, assert_trained, random_layout
@@ -63,7 +64,7 @@ class LoggedTown(Town):
         engine.log = log
         progress = Progress(label="a test")
         state = State(engine.model, engine.update, progress, holdings=engine.holdings)
-        saver = Saver(Settings(root=self.folder, every=self.every), state, self, log)  # type: ignore[arg-type]
+        saver = Saver(Checkpoints(folder=self.folder, every=self.every), state, self, log)  # type: ignore[arg-type]
         replayer = Replayer(engine, state, log, saver, self)  # type: ignore[arg-type]
         arranger = Arranger(engine, state, self, Wishes(stages=1), saver, replayer)  # type: ignore[arg-type]
         voice = Voice(name, self)

@@ -19,12 +19,12 @@ from holdfast.cluster.events import Events
 from holdfast.cluster.texts import Texts
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError
-from holdfast.recovery.resume import Resumer, Settings, Unfit
+from holdfast.recovery.resume import Checkpoints, Resumer, Unfit
 from tests.recovery.parts import CPU, OPTIMIZERS, PARTS, WIDTH, Parts, keep, on_workers, plain, save_parts, train, whole
 
 
 def resumer(root: Path, state: State) -> Resumer:
-    return Resumer(Settings(root=root), state, Events(None))
+    return Resumer(Checkpoints(folder=root), state, Events(None))
 
 
 def resume(root: Path, parts: Parts, **kind: Any) -> list[State]:

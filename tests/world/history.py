@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast import Checkpoints, Numerics, Placement
 from holdfast.plan.layout import Layout
 from holdfast.recovery import arrange
 from holdfast.run import run as run_module
@@ -39,7 +40,7 @@ def make_run(**settings: Any) -> holdfast.Run:
     """A small run with dropout, clipping, a ragged last batch, and a layer without parameters."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.Dropout(0.2)), nn.Linear(6, 6), nn.Linear(6, 4)]
-    if settings.get("update") != "eager":
+    if not Numerics.of(settings.get("numerics", "exact")).is_eager:
         settings.setdefault("clip_norm", 1.0)
     return holdfast.Run(
         layers=layers,
@@ -92,7 +93,7 @@ def expected(eager: bool = False) -> Expected:
         patch.setattr(run_module, "Events", Notes)
         patch.setattr(run_module, "_runs", [])
         patch.setenv("HOLDFAST_TRACE", "1")
-        run = make_run(stages=1, update="eager" if eager else "commit")
+        run = make_run(placement=Placement(stages=1), numerics=Numerics(update="eager" if eager else "commit"))
         losses = {step.number: step.loss for step in run.steps(STEPS)}
         return Expected(losses=losses, value=run.evaluate(DATA), sha256=run.sha256(), samples=noted)
 
@@ -122,16 +123,16 @@ def draw(seed: int, root: Path, *, kind: str | None = None, faults: tuple[str, .
     kind = kind or chance.choice(KINDS)
     workers = chance.randint(2, 4)
     hosts = [workers] if chance.random() < 0.6 else [workers - workers // 2, max(1, workers // 2)]
-    settings: dict[str, Any] = {"stages": 1}
+    settings: dict[str, Any] = {"placement": Placement(stages=1)}
     if kind == "pipelines":
-        settings = {"stages": chance.choice([[2, 2], [1, 3], [1, 1, 2]]), "tolerate": 1}
+        settings = {"placement": Placement(stages=chance.choice([[2, 2], [1, 3], [1, 1, 2]])), "tolerate": 1}
     elif kind == "eager":
-        settings["update"] = "eager"
+        settings["numerics"] = Numerics(update="eager")
     elif kind == "checkpoints":
-        settings |= {"checkpoint": root / str(seed), "every": chance.randint(1, 3)}
+        settings["checkpoint"] = Checkpoints(folder=root / str(seed), every=chance.randint(1, 3))
     elif kind == "log":
-        settings = {"stages": chance.choice([[2, 2], [1, 3]]), "tolerate": 0, "log": True}
-        settings |= {"checkpoint": root / str(seed), "every": chance.randint(2, 4)}
+        settings = {"placement": Placement(stages=chance.choice([[2, 2], [1, 3]])), "tolerate": 0, "log": True}
+        settings["checkpoint"] = Checkpoints(folder=root / str(seed), every=chance.randint(2, 4))
     count = chance.choice([0, 1, 1, 2, 2, 3, 4])
     points = 30 * sum(hosts) * STEPS // 3
     strikes = {chance.randint(1, points): chance.choice(faults) for _ in range(count)}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from holdfast.recovery.resume import Checkpoints
 from holdfast.run.run import Run
 from holdfast.study.adapters.base import EPOCH, Lesson, bits
 from holdfast.study.adapters.pytorch_lesson import ROWS, Augmented, digest_of, small_net
@@ -34,8 +35,7 @@ class HeldLesson(Lesson):
             global_batch=ROWS,
             micro_batch=ROWS // 2,
             seed=seed,
-            checkpoint=self._folder.name,
-            every=EPOCH,
+            checkpoint=Checkpoints(folder=self._folder.name, every=EPOCH),
         )
 
     def train(self, steps: int) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from holdfast import Numerics
 from holdfast.engine.profile.measure import fits, read_facts
 from holdfast.plan.profile import Profile, uniform
 from tests.engine.profile.runs import WIDTH, linear, make_run, profile_of
@@ -67,7 +68,7 @@ def test_another_optimizer_loss_micro_batch_or_device_is_told_apart(known: Profi
     reason = fits(known, make_run(*layers, micro_batch=2))
     assert reason is not None
     assert all(part in reason for part in ("micro-batch", "4 samples", "2 samples", "[4, 16]", "[2, 16]"))
-    assert "device" in str(fits(known, make_run(*layers, autocast=torch.bfloat16)))
+    assert "device" in str(fits(known, make_run(*layers, numerics=Numerics(autocast=torch.bfloat16))))
     run = make_run(*layers)
     torch.set_num_threads(2)
     try:

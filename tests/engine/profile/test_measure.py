@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from holdfast import Run
+from holdfast import Numerics, Run
 from holdfast.engine.profile.measure import layer_names, measure, with_between
 from holdfast.engine.profile.round_trips import MeasuredLink
 from holdfast.plan.profile import LayerCost, Link
@@ -127,7 +127,7 @@ def test_integer_inputs() -> None:
 
 def test_autocast_makes_boundaries_narrower() -> None:
     wide, _, _ = costs(linear(), linear(), linear())
-    narrow, _, _ = costs(linear(), linear(), linear(), autocast=torch.bfloat16)
+    narrow, _, _ = costs(linear(), linear(), linear(), numerics=Numerics(autocast=torch.bfloat16))
     assert narrow.output_bytes == narrow.output_gradient_bytes == wide.output_bytes // 2
     assert narrow.weight_bytes == wide.weight_bytes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from holdfast import Run, UsageError
+from holdfast import Numerics, Run, UsageError
 from holdfast.engine.profile.passes import Passes, cut, micro_batch
 from tests.engine.profile.runs import BATCH, Masked, Unmask, costs, linear, make_run
 
@@ -21,7 +21,7 @@ def gradients(run: Run) -> list[Tensor]:
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_cutting_changes_no_gradient(autocast: torch.dtype | None) -> None:
     layers = [linear(), nn.ReLU(inplace=True), nn.Dropout(0.3), Masked(tuple), Unmask(), linear()]
-    run = make_run(*layers, autocast=autocast)
+    run = make_run(*layers, numerics=Numerics(autocast=autocast))
     inputs, targets = micro_batch(run.engine)
     loss = run.engine._through(range(len(layers)), inputs, targets, step=0, index=0, between=lambda: None)
     (loss * BATCH / 8).backward()  # type: ignore[no-untyped-call]

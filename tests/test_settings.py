@@ -1,0 +1,229 @@
+"""The groups of settings that a ``Run`` takes: short forms, and values that are refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import holdfast
+from holdfast import Checkpoints, Data, LogSettings, Numerics, Placement, Run, UsageError
+from holdfast.data.partition import SelDP
+
+DATA = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+
+
+@pytest.fixture(autouse=True)
+def _no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOLDFAST_WORKER", "HOLDFAST_FAULTS", "HOLDFAST_EVENTS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make(**changes: Any) -> Run:
+    settings: dict[str, Any] = {
+        "layers": nn.Linear(2, 1),
+        "loss": nn.functional.mse_loss,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "data": DATA,
+        "global_batch": 4,
+        "micro_batch": 2,
+    }
+    return Run(**{**settings, **changes})
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
+
+    def __len__(self) -> int:
+        return 8
+
+
+class NoPartition:
+    size = 8
+
+
+REFUSED: dict[Callable[..., Any], list[dict[str, Any]]] = {
+    Placement: [
+        {"stages": 0},
+        {"stages": True},
+        {"stages": 2.0},
+        {"stages": "2"},
+        {"stages": []},
+        {"stages": [2, 0]},
+        {"stages": [2, "2"]},
+        {"memory": 0},
+        {"memory": -1},
+        {"memory": "plenty"},
+        {"memory": "0GB"},
+        {"memory": [1]},
+        {"profile": 3},
+        {"stages": 1, "memory": "2GB"},
+        {"stages": [2, 2], "memory": "2GB"},
+        {"stages": (2, 2), "profile": "profile.json"},
+    ],
+    Checkpoints: [
+        {"folder": ""},
+        {"folder": None},
+        {"folder": 3},
+        {"folder": "runs", "every": 0},
+        {"folder": "runs", "every": 2.5},
+        {"folder": "runs", "every": True},
+        {"folder": "runs", "every": "often"},
+        {"folder": "runs", "keep": 0},
+        {"folder": "runs", "keep": None},
+        {"folder": "runs", "keep_every": 0},
+        {"folder": "runs", "keep_every": "10"},
+    ],
+    Numerics: [
+        {"mode": "nope"},
+        {"mode": None},
+        {"update": "later"},
+        {"autocast": "bfloat16"},
+        {"autocast": torch.int8},
+        {"device": "abacus"},
+        {"device": []},
+    ],
+    Data: [
+        {"dataset": Stream()},
+        {"dataset": (i for i in range(8))},
+        {"dataset": DATA, "shuffle": "yes"},
+        {"dataset": DATA, "shuffle": 7},
+        {"dataset": DATA, "partition": NoPartition()},
+        {"dataset": DATA, "partition": SelDP(size=7)},
+    ],
+    LogSettings: [
+        {"budget": 0},
+        {"budget": "plenty"},
+        {"memory": -1},
+        {"memory": None},
+        {"folder": 3},
+    ],
+}
+
+
+CASES = [
+    pytest.param(kind, given, id=f"{kind.__name__}-{'-'.join(given)}-{number}")
+    for kind, listed in REFUSED.items()
+    for number, given in enumerate(listed)
+]
+
+
+@pytest.mark.parametrize(("kind", "given"), CASES)
+def test_values_that_a_group_refuses(kind: Callable[..., Any], given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        kind(**given)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        Placement(stages=[2, 2]),
+        Placement(stages=(1, 3)),
+        Placement(stages=3, memory=1, profile=Path("profile.json")),
+        Placement(memory="512MiB"),
+        Checkpoints(folder=Path("runs"), every=1, keep=1, keep_every=1),
+        Numerics(mode="fast", autocast=torch.float16, update="eager", device=torch.device("cpu")),
+        Data([(1, 2)], shuffle=False, partition=SelDP(size=1)),
+        LogSettings(budget=1, memory=0, folder="runs/log"),
+    ],
+    ids=lambda group: type(group).__name__,
+)
+def test_a_group_takes_what_it_documents_and_cannot_be_changed(group: Any) -> None:
+    with pytest.raises(FrozenInstanceError):
+        group.anything = 1
+
+
+def test_groups_take_keywords_only_but_for_the_data_set() -> None:
+    for kind in (Placement, Checkpoints, Numerics, LogSettings):
+        assert all(p.kind is p.KEYWORD_ONLY for p in inspect.signature(kind).parameters.values()), kind
+    first, *others = inspect.signature(Data).parameters.values()
+    assert first.kind is first.POSITIONAL_OR_KEYWORD
+    assert all(p.kind is p.KEYWORD_ONLY for p in others)
+
+
+# --- short forms --------------------------------------------------------------------------------------------
+
+
+def test_a_mode_alone_is_numerics() -> None:
+    assert Numerics.of("fast") == Numerics(mode="fast")
+    assert make(numerics="fast").engine.exact is make(numerics=Numerics(mode="fast")).engine.exact is False
+
+
+def test_a_folder_alone_is_checkpoints(tmp_path: Path) -> None:
+    assert Checkpoints.of(tmp_path) == Checkpoints(folder=tmp_path)
+    assert Checkpoints.of(str(tmp_path)) == Checkpoints(folder=str(tmp_path))
+    assert Checkpoints.of(None) is None
+    first = make(checkpoint=str(tmp_path))
+    list(first.steps(2))
+    first.leave()  # what it saves in the background is there now
+    second = make(checkpoint=Checkpoints(folder=tmp_path, every=1))
+    assert not list(second.steps(2))
+    assert first.sha256() == second.sha256()
+
+
+def test_a_data_set_alone_is_data() -> None:
+    assert (Data.of(DATA).dataset, Data.of(DATA).shuffle, Data.of(DATA).partition) == (DATA, True, None)
+    alone, long = make(), make(data=Data(DATA))
+    assert alone.engine.order == long.engine.order
+
+
+def test_short_forms_of_a_log() -> None:
+    assert LogSettings.of(False) is None
+    assert LogSettings.of(True) == LogSettings()
+    assert LogSettings.of("2GB") == LogSettings.of(2_000_000_000) == LogSettings(budget=2_000_000_000)
+    with pytest.raises(UsageError):
+        LogSettings.of([1])
+
+
+def test_no_placement_is_the_planners_choice() -> None:
+    assert Placement.of(None) == Placement()
+
+
+# --- the arguments of a run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"placement": 2},
+        {"placement": {"stages": 2}},
+        {"checkpoint": 3},
+        {"checkpoint": True},
+        {"numerics": Placement()},
+        {"tolerate": -1},
+        {"tolerate": True},
+        {"seed": -1},
+        {"sync": "sometimes"},
+        {"data": Data(DATA, partition=SelDP(size=8))},
+        {"numerics": Numerics(update="eager"), "clip_norm": 1.0},
+        {"log": True},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_arguments_that_a_run_refuses(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        make(**changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["stages", "memory", "profile", "every", "keep", "keep_every", "autocast", "update", "device", "shuffle"]
+)
+def test_a_field_of_a_group_is_no_argument_of_a_run(name: str) -> None:
+    with pytest.raises(TypeError):
+        make(**{name: None})
+
+
+def test_a_run_takes_at_most_sixteen_arguments() -> None:
+    assert len(inspect.signature(Run).parameters) <= 16
+
+
+def test_all_public_names_are_there() -> None:
+    assert all(hasattr(holdfast, name) for name in holdfast.__all__)
