@@ -1,4 +1,4 @@
-"""The scripts of README.md and docs/pipelines.md do what the text beside them says."""
+"""The scripts of docs/run.md and docs/pipelines.md do what the text beside them says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pipelines(folder: Path, generation: int = 1) -> list[int]:
     return sorted([place["pipeline"] for place in places].count(number) for number in {p["pipeline"] for p in places})
 
 
-@pytest.mark.thorough("tests/faults/test_pipelines.py has such a script; the README's runs below")
+@pytest.mark.thorough("tests/faults/test_pipelines.py has such a script; that of docs/run.md runs below")
 def test_the_script_of_the_pipelines_page_comes_to_the_same_in_pipelines_and_in_one_process(tmp_path: Path) -> None:
     script = script_in("docs/pipelines.md", "memory=")
     (tmp_path / "train.py").write_text(script)
@@ -49,8 +49,8 @@ def test_the_script_of_the_pipelines_page_comes_to_the_same_in_pipelines_and_in_
 
 @pytest.mark.thorough("tests/faults/test_pipelines.py has numbers of stages")
 @pytest.mark.parametrize("stages", ["stages=3", "stages=[3, 3, 4]"])
-def test_what_the_readme_says_of_stages_is_possible(tmp_path: Path, stages: str) -> None:
-    script = script_in("README.md", "memory=")
+def test_what_the_page_of_run_says_of_stages_is_possible(tmp_path: Path, stages: str) -> None:
+    script = script_in("docs/run.md", "memory=")
     assert stages in script
     few = (
         script.replace('memory="55MB",', f"{stages},")
@@ -62,8 +62,8 @@ def test_what_the_readme_says_of_stages_is_possible(tmp_path: Path, stages: str)
     assert pipelines(tmp_path) == [3]
 
 
-def test_the_script_of_the_readme_trains_as_it_says(tmp_path: Path) -> None:
-    script = script_in("README.md", "memory=")
+def test_the_script_of_the_page_of_run_trains_as_it_says(tmp_path: Path) -> None:
+    script = script_in("docs/run.md", "memory=")
     (tmp_path / "train.py").write_text(script.replace("steps(20)", "steps(2)"))
     printed = run(tmp_path, "-m", "holdfast.cli", "run", "-n", "5", "train.py").splitlines()
     assert [line.split()[1] for line in printed] == ["0", "1"]
