@@ -15,11 +15,12 @@ from torch import nn
 
 from holdfast.checkpoint import load
 from holdfast.checkpoint.disk import BLOCK
+from holdfast.cluster import tags
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.state import State
 from holdfast.errors import Broken, HoldfastError, UsageError
-from holdfast.run.gather import MODEL_TAG, gather_sha256, write_model
-from tests.recovery.parts import CPU, PARTS, Parts, keep, on_workers, plain, whole
+from holdfast.run.gather import gather_sha256, write_model
+from tests.run.parts import CPU, PARTS, Parts, keep, on_workers, plain, whole
 
 
 def simple(seed: int = 0) -> nn.Sequential:
@@ -101,7 +102,7 @@ class Counting:
         self.sent: list[torch.Tensor] = []
 
     def start(self, sends: Any, receives: Any) -> Any:
-        assert all(tag == MODEL_TAG for _, _, tag in [*sends, *receives])
+        assert all(tag == tags.MODEL for _, _, tag in [*sends, *receives])
         self.received += [tensor.nbytes for _, tensor, _ in receives]
         self.sent += [tensor for _, tensor, _ in sends]
         assert len(receives) <= 1
