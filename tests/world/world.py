@@ -19,8 +19,9 @@ from holdfast.cluster.membership import Generation
 from holdfast.commit import cohort as cohort_module
 from holdfast.engine import reduce
 from holdfast.errors import HoldfastError
-from holdfast.run.run import Run, reports, saving
-from holdfast.run.run import run as run_module
+from holdfast.run import reports, saving
+from holdfast.run import run as run_module
+from holdfast.run.run import Run
 from holdfast.sync import exchange, ssp
 from tests.world import wires
 from tests.world.cluster import Agent, Client, Coordinator
