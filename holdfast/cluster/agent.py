@@ -216,7 +216,7 @@ class Agent:
             elif kind == "say":
                 self._say(message["text"])
             elif kind == "finishing":
-                self.finishing = True
+                self._finish()
             elif kind == "kill" and message["worker"] in self.workers:
                 self.workers[message["worker"]].kill()
             elif kind == "stop":
@@ -262,7 +262,13 @@ class Agent:
         elif code:
             self._end(code, text if text.startswith(("Traceback", "holdfast")) else f"holdfast: {text}")
         else:
-            self.finishing = True
+            self._finish()
+
+    def _finish(self) -> None:
+        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done."""
+        self.finishing = True
+        if not self.workers:
+            self._end(0)
 
     # --- workers ---------------------------------------------------------------------------------
 

@@ -311,6 +311,10 @@ class Cohort:
         elif self._voted is not None:
             self._voted.drop()
             self._voted = None
+        # Somebody who came since that vote has not heard of it: all have to vote on it again.
+        newest = [account_of(s) for s in generation.standings.values() if s.operation == settlement.operation]
+        known = bool(newest) and all(account.everybody_leaves for account in newest)
+        self.everybody_leaves = known and not settlement.newcomers
         if not self._arrangement.holds(settlement.held[worker]):  # it was to be taken back, and could not be
             raise Broken("this worker does not hold what it had said")
         if settlement.begins is not None or worker in settlement.newcomers:
@@ -323,7 +327,7 @@ class Cohort:
         newest = next(s for s in generation.standings.values() if s.operation == settlement.operation)
         account = account_of(newest)
         assert account.result is not None
-        self._result, self.everybody_leaves = account.result, account.everybody_leaves
+        self._result = account.result
         operation.apply(account.result)
         self._arrangement.let_go()  # others saw the vote succeed: everybody had what it needed
         self._voted = None

@@ -225,7 +225,8 @@ class Arranger:
             layers=len(model.layers),
             workers=workers,
             held={} if settlement.begins is not None else layers,
-            leaving=[m.worker for m in generation.members if m.standing.leaving],
+            # A replica that trains apart needs its place until all have met, also if it leaves then.
+            leaving=[m.worker for m in generation.members if m.standing.leaving and wishes.votes_each_step],
             micro_batches=self.engine.order.micro_batches(0),
             tolerate=1 if wishes.tolerate is None else wishes.tolerate,
             stages=wishes.stages,

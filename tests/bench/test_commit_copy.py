@@ -12,7 +12,7 @@ from bench.pipelines.commit_copy import StateCopy
 from holdfast import codec
 from holdfast.engine.state import State
 from tests.harness import assert_every_worker_commits_each_step_once, launch
-from tests.recovery.parts import train, whole
+from tests.run.parts import train, whole
 
 STEPS, COPY_EVERY = 10, 4
 SCRIPT = Path(__file__).parent / "commit_copy_train.py"

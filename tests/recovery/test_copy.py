@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.engine.model import LayeredModel
+from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
 from holdfast.engine.update import Update
 from holdfast.errors import Broken
@@ -35,7 +36,8 @@ def make_state(seed: int, steps: int) -> State:
             p.grad = torch.randn(p.shape, generator=generator)
         update.apply(step=step)
     assert len(model.units) == UNITS
-    return State(model, update, {"step": steps, "results": {"1/0": 0.25 + seed}}, exact=False)
+    progress = Progress(step=steps, results={"1/0": 0.25 + seed})
+    return State(model, update, progress, exact=False)
 
 
 def digest(state: State, unit: int) -> Any:
@@ -101,7 +103,7 @@ def test_everybody_ends_with_what_it_wants_and_only_what_is_missing_moves(case: 
 
 
 def test_a_newcomer_hears_where_the_run_is() -> None:
-    def work(group: MemoryGroup) -> tuple[dict[str, Any], float]:
+    def work(group: MemoryGroup) -> tuple[Progress, float]:
         state = make_state(7, 3) if group.rank in (1, 3) else make_state(group.rank, 1)
         tell(group, state, teller=1, listeners=[0, 2])
         group.vote(torch.zeros(1))

@@ -20,7 +20,7 @@ from holdfast.cluster.texts import Texts
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError
 from holdfast.recovery.resume import Checkpoints, Resumer, Unfit
-from tests.recovery.parts import CPU, OPTIMIZERS, PARTS, WIDTH, Parts, keep, on_workers, plain, save_parts, train, whole
+from tests.run.parts import CPU, OPTIMIZERS, PARTS, WIDTH, Parts, keep, on_workers, plain, save_parts, train, whole
 
 
 def resumer(root: Path, state: State) -> Resumer:

@@ -362,7 +362,7 @@ class Agent:
             self._recovered = True
             self._replace()
         elif kind == "finishing":
-            self._finishing = True
+            self._finish()
         elif kind == "kill" and message["worker"] in self.workers:
             self.workers[message["worker"]].kill()
         elif kind == "stop":
@@ -372,7 +372,12 @@ class Agent:
         if code or (self.leaving and not self.workers):
             self._end(code)
         else:
-            self._finishing = True
+            self._finish()
+
+    def _finish(self) -> None:
+        self._finishing = True
+        if not self.workers:
+            self._end(0)
 
     def _end(self, code: int) -> None:
         if self.code is None:

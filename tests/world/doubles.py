@@ -15,7 +15,9 @@ class Doubles:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.threading = SimpleNamespace(Thread=self._thread, Event=self._event, Condition=self._condition)
+        self.threading = SimpleNamespace(
+            Thread=self._thread, Event=self._event, Condition=self._condition, Lock=self._condition
+        )
         self.queue = SimpleNamespace(SimpleQueue=self._queue)
         self.time = SimpleNamespace(monotonic=lambda: scheduler.now, time=lambda: scheduler.now, sleep=scheduler.pause)
 
@@ -25,7 +27,7 @@ class Doubles:
     def _event(self) -> Any:
         return _Event(self._scheduler)
 
-    def _condition(self) -> Any:
+    def _condition(self, lock: Any = None) -> Any:
         return _Condition(self._scheduler)
 
     def _queue(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,12 +18,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast import Checkpoints, Numerics, Placement
 from holdfast.plan.layout import Layout
 from holdfast.recovery import arrange
 from holdfast.run import run as run_module
 from tests.engine.pipelines import lay
 from tests.world.world import Process, World, inhabited
+
+Fate = Callable[[World, Process, str], None]
+Layouts = Callable[[int, str], Layout]
 
 STEPS = 5
 LAYERS = 4
@@ -36,14 +39,41 @@ def _numbers(seed: int) -> torch.Tensor:
 DATA = TensorDataset(_numbers(1), _numbers(2))
 
 
-def make_run(**settings: Any) -> holdfast.Run:
-    """A small run with dropout, clipping, a ragged last batch, and a layer without parameters."""
+class Middle(nn.Module):
+    """A layer of which a part is frozen, with a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("shift", torch.full((1,), 0.25), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.trained(x) + self.shift).tanh()
+
+
+def make_layers() -> list[nn.Module]:
+    """Four: the first and the last share a weight, the second has none."""
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.Dropout(0.2)), nn.Linear(6, 6), nn.Linear(6, 4)]
-    if not Numerics.of(settings.get("numerics", "exact")).is_eager:
-        settings.setdefault("clip_norm", 1.0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return [first, nn.Sequential(nn.Tanh(), nn.Dropout(0.2)), Middle(), last]
+
+
+def make_run(**settings: Any) -> holdfast.Run:
+    """A small run with dropout, clipping and a ragged last batch.
+
+    Takes the settings of a run in short: ``stages``, ``update``, and ``every`` beside ``checkpoint``.
+    """
+    update, every = settings.pop("update", "commit"), settings.pop("every", "auto")
+    if update != "eager":
+        settings.setdefault("clip_norm", 0.3)
+    if "stages" in settings:
+        settings["placement"] = holdfast.Placement(stages=settings.pop("stages"))
+    if "checkpoint" in settings:
+        settings["checkpoint"] = holdfast.Checkpoints(folder=settings["checkpoint"], every=every)
+    settings["numerics"] = holdfast.Numerics(update=update)
     return holdfast.Run(
-        layers=layers,
+        layers=make_layers(),
         loss=nn.functional.mse_loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.1),
         data=DATA,
@@ -55,6 +85,7 @@ def make_run(**settings: Any) -> holdfast.Run:
 
 def script(process: Process, **settings: Any) -> None:
     """What every worker runs: training with an evaluation in the middle, one at the end, and the hash."""
+    os.environ["HOLDFAST_WORKER"] = process.name
     run = process.run = make_run(**settings)
     outcome = process.outcome
     for step in run.steps(STEPS):
@@ -64,6 +95,7 @@ def script(process: Process, **settings: Any) -> None:
     outcome.values.append(run.evaluate(DATA))
     outcome.sha256 = run.sha256()
     run.finish()
+    run.leave()
     process.client.bye()
 
 
@@ -93,7 +125,7 @@ def expected(eager: bool = False) -> Expected:
         patch.setattr(run_module, "Events", Notes)
         patch.setattr(run_module, "_runs", [])
         patch.setenv("HOLDFAST_TRACE", "1")
-        run = make_run(placement=Placement(stages=1), numerics=Numerics(update="eager" if eager else "commit"))
+        run = make_run(stages=1, update="eager" if eager else "commit")
         losses = {step.number: step.loss for step in run.steps(STEPS)}
         return Expected(losses=losses, value=run.evaluate(DATA), sha256=run.sha256(), samples=noted)
 
@@ -107,14 +139,26 @@ class Plan:
     hosts: list[int]
     settings: dict[str, Any]
     strikes: dict[int, str] = field(default_factory=dict)  # by the number of the fault point, counted over all workers
-    random_layouts: bool = False
+    layouts: Layouts | None = None  # in place of the planner: from a number of workers and a seed
 
     @property
     def has_checkpoints(self) -> bool:
         return "checkpoint" in self.settings
 
 
-KINDS = ("replicas", "pipelines", "layouts", "eager", "checkpoints", "log")
+KINDS = ("replicas", "pipelines", "layouts", "eager", "checkpoints", "log", "apart")
+POLICIES = (  # for replicas that train apart
+    holdfast.LocalSGD(every=2),
+    holdfast.LocalSGD(every=3, overlap=1, optimizer_state="average"),
+    holdfast.SelSync(delta=0.3),
+    holdfast.SelSync(delta=0.3, aggregate="gradients"),
+    holdfast.SelSync(target=0.4, warmup=1, max_local_steps=3),
+    holdfast.SelSync(delta=0.02, signal="replica-variance"),
+    holdfast.FedAvg(fraction=0.5, every=2),
+    holdfast.DiLoCo(every=2),
+    holdfast.SSP(staleness=1),
+    holdfast.SSP(staleness=2),
+)
 
 
 def draw(seed: int, root: Path, *, kind: str | None = None, faults: tuple[str, ...] = FAULTS) -> Plan:
@@ -123,20 +167,25 @@ def draw(seed: int, root: Path, *, kind: str | None = None, faults: tuple[str, .
     kind = kind or chance.choice(KINDS)
     workers = chance.randint(2, 4)
     hosts = [workers] if chance.random() < 0.6 else [workers - workers // 2, max(1, workers // 2)]
-    settings: dict[str, Any] = {"placement": Placement(stages=1)}
+    settings: dict[str, Any] = {"stages": 1}
     if kind == "pipelines":
-        settings = {"placement": Placement(stages=chance.choice([[2, 2], [1, 3], [1, 1, 2]])), "tolerate": 1}
+        settings = {"stages": chance.choice([[2, 2], [1, 3], [1, 1, 2]]), "tolerate": 1}
     elif kind == "eager":
-        settings["numerics"] = Numerics(update="eager")
+        settings["update"] = "eager"
     elif kind == "checkpoints":
-        settings["checkpoint"] = Checkpoints(folder=root / str(seed), every=chance.randint(1, 3))
+        settings |= {"checkpoint": root / str(seed), "every": chance.randint(1, 3)}
     elif kind == "log":
-        settings = {"placement": Placement(stages=chance.choice([[2, 2], [1, 3]])), "tolerate": 0, "log": True}
-        settings["checkpoint"] = Checkpoints(folder=root / str(seed), every=chance.randint(2, 4))
+        settings = {"stages": chance.choice([[2, 2], [1, 3]]), "tolerate": 0, "log": True}
+        settings |= {"checkpoint": root / str(seed), "every": chance.randint(2, 4)}
+    elif kind == "apart":
+        settings = {"sync": chance.choice(POLICIES)}
+        if chance.random() < 0.5:
+            settings |= {"checkpoint": root / str(seed), "every": chance.randint(1, 3)}
     count = chance.choice([0, 1, 1, 2, 2, 3, 4])
     points = 30 * sum(hosts) * STEPS // 3
     strikes = {chance.randint(1, points): chance.choice(faults) for _ in range(count)}
-    return Plan(seed=seed, kind=kind, hosts=hosts, settings=settings, strikes=strikes, random_layouts=kind == "layouts")
+    layouts = random_layout if kind == "layouts" else None
+    return Plan(seed=seed, kind=kind, hosts=hosts, settings=settings, strikes=strikes, layouts=layouts)
 
 
 def random_layout(size: int, seed: str) -> Layout:
@@ -153,12 +202,13 @@ def random_layout(size: int, seed: str) -> Layout:
     return lay(*lines, size=size)
 
 
-def lay_out_anyhow(*, workers: list[str], held: Any, **_: Any) -> Layout:
-    """In place of the planner: pure, and another layout for each generation."""
-    return random_layout(len(workers), repr((list(workers), sorted((w, sorted(h)) for w, h in held.items()))))
+def planner_of(layouts: Layouts) -> Callable[..., Layout]:
+    """In place of the planner: pure, and perhaps another layout for each generation."""
 
+    def lay_out(*, workers: list[str], held: Any, **_: Any) -> Layout:
+        return layouts(len(workers), repr((list(workers), sorted((w, sorted(h)) for w, h in held.items()))))
 
-Fate = Callable[[World, Process, str], None]
+    return lay_out
 
 
 def fate_of(plan: Plan) -> Fate:
@@ -190,8 +240,8 @@ def strike(world: World, process: Process, kind: str) -> None:
         world.coordinator.crash(chance.uniform(0.05, 3.0))
     elif kind == "slow":
         world.slow_until = world.scheduler.now + 1.0
-    elif kind == "join":
-        world.join(chance.randint(1, 2))
+    elif kind in ("join", "join one"):
+        world.join(1 if kind == "join one" else chance.randint(1, 2))
     elif kind == "leave":
         staying = [agent for agent in world.agents if not agent.is_over]
         if len(staying) > 1:
@@ -205,8 +255,8 @@ def happen(plan: Plan, fate: Fate | None = None) -> World:
         script(process, **plan.settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        if plan.random_layouts:
-            patch.setattr(arrange, "lay_out", lay_out_anyhow)
+        if plan.layouts is not None:
+            patch.setattr(arrange, "lay_out", planner_of(plan.layouts))
         with inhabited(World(plan.seed, run, fate or fate_of(plan), hosts=plan.hosts)) as world:
             world.live()
     return world
@@ -231,10 +281,13 @@ def assert_right(plan: Plan, world: World) -> bool:
         assert everybody_left or (not plan.has_checkpoints and is_lost(world)), f"{said}: it ended, and need not have"
         return False
     assert not world.errors, f"{said}: {world.errors}"
-    exact = plan.kind != "eager" or not any(e["inexact"] for e in world.of("entered"))
+    exact = plan.kind != "apart" and not any(e["inexact"] for e in world.of("entered"))
     hashes = {process.outcome.sha256 for process in finished}
     assert hashes == ({right.sha256} if exact else hashes), f"{said}: other bits"
     assert len(hashes) == 1, f"{said}: replicas differ"
+    assert len({process.outcome.values[-1] for process in finished}) == 1, f"{said}: evaluations differ"
+    for process in finished:
+        assert max(process.outcome.losses, default=STEPS - 1) == STEPS - 1, f"{said}: {process.name} ended early"
     if exact:
         for process in finished:
             assert process.outcome.losses.items() <= right.losses.items(), said

@@ -54,6 +54,12 @@ class Stream:
             if self._lost == len(self._under_way):
                 self._scheduler.later(self._latency(), self._close)
 
+    def fall_silent(self, seconds: float) -> None:
+        """Nothing arrives any more, and so much later it breaks."""
+        self._lost = 0
+        self._under_way.clear()
+        self._scheduler.later(seconds, self._close)
+
     def _close(self) -> None:
         self.closed = True
         self._under_way.clear()
@@ -71,6 +77,12 @@ class Wires:
         for (sender, receiver), stream in self.streams.items():
             if rank in (sender, receiver):
                 stream.break_off()
+
+    def deafen(self, rank: int, seconds: float) -> None:
+        """A worker is heard, but hears nobody any more; so much later it notices."""
+        for (_, receiver), stream in self.streams.items():
+            if receiver == rank and not stream.closed:
+                stream.fall_silent(seconds)
 
     def cut(self, a: int, b: int) -> None:
         """The connection between two workers breaks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,8 @@ from holdfast.cluster.membership import Generation
 from holdfast.commit import cohort as cohort_module
 from holdfast.engine import reduce
 from holdfast.errors import HoldfastError
+from holdfast.log import log
+from holdfast.recovery import arrange
 from holdfast.run import reports, saving
 from holdfast.run import run as run_module
 from holdfast.run.run import Run
@@ -111,6 +112,7 @@ class World:
         self.processes: list[Process] = []
         self.slow_until = 0.0
         self._wires: dict[int, wires.Wires] = {}
+        self.generations: dict[int, Generation] = {}  # those that began to form, by number
         self.coordinator = Coordinator(
             self.scheduler, self.log, self.latency, minimum_hosts=len(hosts), maximum_hosts=maximum_hosts
         )
@@ -174,6 +176,7 @@ class World:
     def connect(self, generation: Generation, worker: str, store: Any, device: torch.device) -> Group:
         """As ``group.form``: everybody shows its address, then all are connected."""
         rank, size = generation.rank_of(worker), len(generation.members)
+        self.generations[generation.number] = generation
         if store is None:
             return Group(generation, rank)
         store.put(f"address of {rank}", b"here")
@@ -191,6 +194,12 @@ class World:
             a, b = self.scheduler.chance.choice(list(self._wires[number].streams))
             self.log("cut", generation=number, ranks=[a, b])
             self._wires[number].cut(a, b)
+
+    def deafen(self, process: Process, seconds: float) -> None:
+        """A worker's messages still arrive, and none arrives at it; so much later it notices."""
+        group = None if process.run is None else process.run._cohort.group
+        if group is not None and group.size > 1:
+            self._wires[group.generation.number].deafen(group.rank, seconds)
 
     # --- its life --------------------------------------------------------------------------------
 
@@ -213,6 +222,12 @@ class World:
 def inhabited(world: World) -> Iterator[World]:
     """Runs that are made in this context live in the world."""
     doubles = Doubles(world.scheduler)
+    plan_layout = arrange.lay_out
+
+    def lay_out(**facts: Any) -> Any:
+        faults.point("layout")
+        return plan_layout(**facts)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults, "point", world.point)
         patch.setattr(group_module, "wait_for", wires.wait_for)
@@ -220,16 +235,14 @@ def inhabited(world: World) -> Iterator[World]:
         patch.setattr(run_module, "_membership", lambda label: world.process.client)
         patch.setattr(run_module, "_runs", [])
         patch.setattr(run_module, "Events", lambda path: world)
+        patch.setattr(arrange, "lay_out", lay_out)
         patch.setenv("HOLDFAST_TRACE", "1")
-        for module in (reduce, exchange, ssp, saving):
+        patch.setenv("HOLDFAST_WORKER", "")  # set to the worker's name whenever one makes its Run
+        for module in (reduce, exchange, ssp, saving, log):
             patch.setattr(module, "threading", doubles.threading)
-        patch.setattr(reduce, "queue", doubles.queue)
+        for module in (reduce, ssp):
+            patch.setattr(module, "queue", doubles.queue)
         patch.setattr(saving, "Work", doubles.work)
         patch.setattr(reports, "time", doubles.time)
         patch.setattr(saving, "time", doubles.time)
         yield world
-
-
-def folder_for(root: Path, seed: int) -> Path:
-    """The checkpoint folder of one history."""
-    return root / f"history-{seed}"

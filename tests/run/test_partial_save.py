@@ -15,7 +15,7 @@ from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.engine.holdings import Holdings
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError, UsageError
-from tests.recovery.parts import LAYERS, OPTIMIZERS, PARTS, Parts, bytes_in, holds_nan, plain, save_parts, whole
+from tests.run.parts import LAYERS, OPTIMIZERS, PARTS, Parts, bytes_in, holds_nan, plain, save_parts, whole
 
 
 def ordered(node: Any) -> Any:

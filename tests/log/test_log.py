@@ -27,7 +27,7 @@ from holdfast.log.spill import size_of
 from holdfast.plan.log_records import Direction, HeldRecords, Key, holdings_of
 from holdfast.words import size_text
 from tests.checkpoint.child import in_child, mount_tmpfs
-from tests.recovery.test_spill import key_of, same
+from tests.log.test_spill import key_of, same
 
 MB = 1 << 20
 

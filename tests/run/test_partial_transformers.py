@@ -14,7 +14,7 @@ from holdfast.cluster.texts import Texts
 from holdfast.engine.layers_of import layers_of
 from holdfast.run.gather import gather_sha256, write_model
 from tests.engine.hf.models import build
-from tests.recovery.parts import CPU, OPTIMIZERS, Parts, bytes_in, holds_nan, keep, on_workers, whole
+from tests.run.parts import CPU, OPTIMIZERS, Parts, bytes_in, holds_nan, keep, on_workers, whole
 
 PARTS = Parts([range(3, 5), range(2), range(2, 3), range(1)])  # of the embedding, three blocks and the head
 

@@ -20,7 +20,7 @@ from holdfast.engine.model import LayeredModel
 from holdfast.engine.state import State
 from holdfast.errors import Broken, HoldfastError, UsageError
 from holdfast.run.gather import gather_sha256, write_model
-from tests.recovery.parts import CPU, PARTS, Parts, keep, on_workers, plain, whole
+from tests.run.parts import CPU, PARTS, Parts, keep, on_workers, plain, whole
 
 
 def simple(seed: int = 0) -> nn.Sequential:

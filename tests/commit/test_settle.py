@@ -14,7 +14,7 @@ from holdfast.cluster.membership import Standing, newest_of, worker_order
 from holdfast.commit import settle as settling
 from holdfast.commit.settle import Settlement, account_of, settle, trusted
 from holdfast.errors import HoldfastError
-from tests.recovery.commit_model import UNITS, Settle, survives
+from tests.commit.commit_model import UNITS, Settle, survives
 from tests.standings import standing
 
 
