@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup demo test lint types test-faults test-others soak thorough formats test-formats test-study bench clean
+.PHONY: setup demo test lint types soak thorough formats test-formats test-study bench clean
 
 setup: $(READY)
 
@@ -18,14 +18,10 @@ $(READY): pyproject.toml
 demo: setup
 	$(BIN)/holdfast demo
 
-# One stream: the tests of real processes keep both cores busy by themselves.
-test: lint types test-faults test-others
-
-test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults
-
-test-others: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore=tests/faults
+# Three processes at once on two cores: the tests of real processes wait a good part of their time.
+STREAMS ?= 3
+test: lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(STREAMS) --dist worksteal --durations 20
 
 lint: setup
 	$(BIN)/ruff check .

@@ -134,7 +134,7 @@ def _die_copying() -> None:
 def _generation():  # type: ignore[no-untyped-def]
     from holdfast.run.run import _clients
 
-    generation = _clients[0]._generation
+    generation = _clients[0]._seat.generation
     return () if generation is None else generation.members
 
 

@@ -1,6 +1,7 @@
 """The script of the fault sweeps: a small model with dropout, a ragged last batch, slow on request."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 import holdfast
+
+if "LOGGING" in os.environ:
+    logging.basicConfig(level=os.environ["LOGGING"])
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 70, 16, 2
 

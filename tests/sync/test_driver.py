@@ -38,7 +38,7 @@ class Owner:
         self.before_commit(operation)
         values = torch.tensor(operation.attempt(self.group) or [0.0])
         self.group.sum(values)
-        operation.apply()
+        operation.apply(float(values))
         return float(values)
 
     def agree(self, peers: Any, *, full: bool) -> None:

@@ -138,4 +138,4 @@ def test_a_link_is_found_in_time(
     assert link.bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert link.latency == pytest.approx(latency, rel=1e-3, abs=1e-7)
     assert group.now < within
-    assert min(group.tags) >= 1_000_000
+    assert group.tags == {tags.ECHO, tags.ECHO_ORDER}
