@@ -13,7 +13,7 @@ from typing import Any
 import holdfast
 from bench.peers.common import ProgressFile
 from bench.pipelines import layers as model
-from holdfast.log.log import LogSettings
+from holdfast import LogSettings
 
 
 def main() -> None:

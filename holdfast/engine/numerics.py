@@ -37,7 +37,7 @@ class Numerics:
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
-        one_of("numerics", self.mode, ("exact", "fast"))
+        one_of("numerics mode", self.mode, ("exact", "fast"))
         one_of("update", self.update, ("commit", "eager"))
         if self.autocast is not None and not getattr(self.autocast, "is_floating_point", False):
             raise UsageError(f"autocast={self.autocast!r} is no dtype of numbers", hint="torch.bfloat16, or None")

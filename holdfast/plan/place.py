@@ -26,7 +26,7 @@ class Assignment:
 def place(
     places: Sequence[range], nodes: Sequence[NodeName], held: Mapping[NodeName, range], layers: Sequence[LayerCost]
 ) -> Assignment:
-    """Return the placement that moves the fewest bytes.
+    """Return the assignment that moves the fewest bytes.
 
     Each place is a range of layers. A node is sent the layers of its place that it does not hold yet (``held``).
     A node that holds just the layers of a place stays there: that is never worse, for what a holder of A lacks for C
