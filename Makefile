@@ -30,10 +30,13 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# A longer random soak of real processes: make soak SCENARIOS=200
-SCENARIOS ?= 30
+# Random histories of the simulated world, then a soak of real processes: make soak SCENARIOS=5000 PROCESSES=200
+# One history again, with all its events if it fails: pytest tests/world --history 1234
+SCENARIOS ?= 2000
+PROCESSES ?= 30
 soak: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -k random --soak $(SCENARIOS) --timeout 7200
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/world/test_histories.py -k every_history --soak $(SCENARIOS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -k random --soak $(PROCESSES) --timeout 7200
 
 # All tests, with every case of the sweeps. `pytest -rs` lists what `make test` leaves out, and what covers it there.
 thorough: setup

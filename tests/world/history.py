@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.errors import HoldfastError
 from holdfast.plan.layout import Layout
 from holdfast.recovery import arrange
 from holdfast.run import run as run_module
@@ -248,6 +249,9 @@ def strike(world: World, process: Process, kind: str) -> None:
             chance.choice(staying).leave()
 
 
+lived: list[World] = []  # the last history, for those who want to know what happened in it
+
+
 def happen(plan: Plan, fate: Fate | None = None) -> World:
     """Live through a history."""
 
@@ -258,7 +262,11 @@ def happen(plan: Plan, fate: Fate | None = None) -> World:
         if plan.layouts is not None:
             patch.setattr(arrange, "lay_out", planner_of(plan.layouts))
         with inhabited(World(plan.seed, run, fate or fate_of(plan), hosts=plan.hosts)) as world:
-            world.live()
+            try:
+                world.live()
+            finally:
+                lived.append(world)
+                del lived[:-1]
     return world
 
 
@@ -274,6 +282,8 @@ def assert_right(plan: Plan, world: World) -> bool:
     right = expected(plan.kind == "eager")
     finished = [process for process in world.processes if process.outcome.sha256]
     assert_commits(world, right, said)
+    crashes = [error for error in world.errors if not isinstance(error, HoldfastError)]
+    assert not crashes, f"{said}: scripts failed: {crashes}"
     if not finished:
         everybody_left = all(agent.leaving or agent.code == 0 for agent in world.agents)
         if not world.of("generation"):  # one of the machines that the run waits for left before it came to that

@@ -55,9 +55,10 @@ class Stream:
                 self._scheduler.later(self._latency(), self._close)
 
     def fall_silent(self, seconds: float) -> None:
-        """Nothing arrives any more, and so much later it breaks."""
+        """Nothing arrives any more, what has arrived is not read, and so much later it breaks."""
         self._lost = 0
         self._under_way.clear()
+        self._boxes.clear()
         self._scheduler.later(seconds, self._close)
 
     def _close(self) -> None:
