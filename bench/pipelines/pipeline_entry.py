@@ -12,7 +12,7 @@ from typing import Any
 
 import holdfast
 from bench.peers.common import ProgressFile
-from bench.pipelines import layers as model
+from bench.pipelines import race_models as model
 from holdfast.log.log import LogSettings
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.cluster import wire
 from holdfast.cluster.events import Events
-from holdfast.cluster.keeper import LOOPBACK, Keeper
+from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
 from holdfast.cluster.membership import GIVEN_UP
 from holdfast.cluster.wire import Message
@@ -73,7 +73,7 @@ class Agent:
         self.finishing = False
         self._say: Callable[[str], None] = (lambda text: None) if settings.quiet else say
         self._events = Events(settings.events)
-        self._keeper = Keeper(settings.endpoint)
+        self._keeper = CoordinatorKeeper(settings.endpoint)
         self._local = LocalWorkers(
             log_dir=settings.log_dir, zygote=zygote, events=self._events, say=self._say, ended=self._ended
         )

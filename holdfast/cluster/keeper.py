@@ -19,7 +19,7 @@ from holdfast.errors import UsageError
 LOOPBACK = "127.0.0.1"
 
 
-class Keeper:
+class CoordinatorKeeper:
     """The coordinator's address, and its process if this machine is the one to run it."""
 
     def __init__(self, endpoint: str) -> None:

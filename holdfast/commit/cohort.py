@@ -31,7 +31,7 @@ class Traffic:
     sent: int = 0
 
 
-class Arrangement(Protocol):
+class StateKeeper(Protocol):
     """Whoever keeps this worker's state, and gets it ready for a generation (``recovery.arrange``)."""
 
     @property
@@ -69,7 +69,7 @@ class Cohort:
     def __init__(
         self,
         membership: Membership,
-        arrangement: Arrangement,
+        keeper: StateKeeper,
         device: torch.device,
         events: Events,
         *,
@@ -78,7 +78,7 @@ class Cohort:
         self.membership = membership
         self.group: Group | None = None
         self.everybody_leaves = False  # as the last vote said
-        self._arrangement = arrangement
+        self._keeper = keeper
         self._device = device
         self._events = events
         self._connect = connect
@@ -206,7 +206,7 @@ class Cohort:
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
         # Those who would stay cannot hold the model: better all save and end than some for nothing.
-        too_few = self.group.size - leaving < self._arrangement.minimum and not joining
+        too_few = self.group.size - leaving < self._keeper.minimum and not joining
         self.everybody_leaves = leaving > 0 and (leaving == self.group.size or too_few)
         return tree_sum(sums)
 
@@ -219,7 +219,7 @@ class Cohort:
         self._operation += 1
         if self._first_of_generation:
             self._first_of_generation = False
-            self._arrangement.let_go()
+            self._keeper.let_go()
             self._free_closed_groups()
             self.membership.progressed(self.group.generation, self._operation)
 
@@ -251,7 +251,7 @@ class Cohort:
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
         account = dataclasses.replace(
-            self._arrangement.account(),
+            self._keeper.account(),
             doing=self._doing,
             result=self._result,
             everybody_leaves=self.everybody_leaves,
@@ -271,11 +271,11 @@ class Cohort:
         self.group = group = self._join(generation)
         settlement = settle(generation.standings)
         self._take_sides(generation, settlement)
-        self._arrangement.inform(group, generation, settlement)
+        self._keeper.inform(group, generation, settlement)
         if settlement.begins is None:
             self._operation = settlement.operation  # what is held from here on counts, even if this breaks
-        settlement = self._arrangement.bring_back(group, generation, settlement)
-        traffic = self._arrangement.provide(group, generation, settlement)
+        settlement = self._keeper.bring_back(group, generation, settlement)
+        traffic = self._keeper.provide(group, generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
@@ -311,11 +311,11 @@ class Cohort:
         elif self._voted is not None:
             self._voted.drop()
             self._voted = None
-        if not self._arrangement.holds(settlement.held[worker]):  # it was to be taken back, and could not be
+        if not self._keeper.holds(settlement.held[worker]):  # it was to be taken back, and could not be
             raise Broken("this worker does not hold what it had said")
         if settlement.begins is not None or worker in settlement.newcomers:
             self._operation = None  # until it knows where the run is
-            self._arrangement.hold_nothing()
+            self._keeper.hold_nothing()
 
     def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:
         operation = self._voted
@@ -325,6 +325,6 @@ class Cohort:
         assert account.result is not None
         self._result, self.everybody_leaves = account.result, account.everybody_leaves
         operation.apply(account.result)
-        self._arrangement.let_go()  # others saw the vote succeed: everybody had what it needed
+        self._keeper.let_go()  # others saw the vote succeed: everybody had what it needed
         self._voted = None
         self._operation = settlement.operation

@@ -19,7 +19,7 @@ from holdfast.engine.pipe import describe
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.stage import Neighbours, Post, Stage
 from holdfast.engine.update import Terms
-from holdfast.log.record import Direction, Keeper, Key, Message, Recorder
+from holdfast.log.record import Direction, Key, Message, Recorder, RecordKeeper
 from holdfast.plan.layout import Role
 
 
@@ -38,7 +38,7 @@ class Again:
         find: Callable[[Key], Any],
         *,
         workers: int,
-        log: Keeper,
+        log: RecordKeeper,
     ) -> None:
         self._engine = engine
         self._group = group

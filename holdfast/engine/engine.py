@@ -26,7 +26,7 @@ from holdfast.engine.statistics import RunningStatistics
 from holdfast.engine.tied_gradients import Ties
 from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
-from holdfast.log.record import Keeper, Recorder
+from holdfast.log.record import Recorder, RecordKeeper
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.timeline import one_forward_one_backward
 from holdfast.rng import seed_everything, seed_of
@@ -49,7 +49,7 @@ class Engine:
         collate: Callable[[list[Any]], Any],
         exact: bool,
         autocast: torch.dtype | None,
-        log: Keeper | None = None,
+        log: RecordKeeper | None = None,
     ) -> None:
         self.model = model
         self.update = update
@@ -90,7 +90,7 @@ class Engine:
         if post is not None:
             self._stage = Stage(group, post, connect(group, post, self.model.device), self.recorder)
         groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
-        places = [(r, layers) for line in layout.lines for r, layers in zip(line.ranks, line.layers, strict=True)]
+        places = [(r, layers) for line in layout.pipelines for r, layers in zip(line.ranks, line.layers, strict=True)]
         for number, layer in enumerate(self.model.layers):
             ranks = tuple(r for r, layers in places if number in layers)
             if not groups or groups[-1][0] != ranks:

@@ -50,7 +50,7 @@ class Wishes:
 
 
 class Arranger:
-    """This worker's part in getting generations ready: the ``Arrangement`` of a cohort."""
+    """This worker's part in getting generations ready: the ``StateKeeper`` of a cohort."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from holdfast.log.log import LogSettings
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.replay import Replayer
 from holdfast.run.results import Results
-from holdfast.run.saving import Saver, Settings
+from holdfast.run.saver import Saver, Settings
 from holdfast.run.script import Script
 from holdfast.run.script import Step as Step
 from holdfast.run.settings import (

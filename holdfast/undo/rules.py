@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class UndoRule:
     """How an optimizer's step is inverted. ``refusal`` says in words why a part cannot be; it changes nothing."""
 
     slots: Callable[[Group], tuple[str, ...]]  # the tensors of the parameter's shape that a step needs
@@ -298,12 +298,12 @@ def _adagrad_undo(part: Part) -> None:
     rewrite([part.p, part.state["sum"]], [part.grad], inverse)
 
 
-SGD = Rule(
+SGD = UndoRule(
     slots=lambda group: ("momentum_buffer",) if group["momentum"] != 0 else (),
     refusal=_sgd_refusal,
     undo=_sgd_undo,
     is_first=_sgd_is_first,
 )
-ADAM = Rule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_adam_refusal, undo=_adam_undo, is_first=_counts_one)
-LAMB = Rule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_lamb_refusal, undo=_lamb_undo, is_first=_counts_one)
-ADAGRAD = Rule(slots=lambda _: ("sum",), refusal=_adagrad_refusal, undo=_adagrad_undo, is_first=_counts_one)
+ADAM = UndoRule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_adam_refusal, undo=_adam_undo, is_first=_counts_one)
+LAMB = UndoRule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_lamb_refusal, undo=_lamb_undo, is_first=_counts_one)
+ADAGRAD = UndoRule(slots=lambda _: ("sum",), refusal=_adagrad_refusal, undo=_adagrad_undo, is_first=_counts_one)

@@ -15,12 +15,12 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from holdfast.errors import UsageError
 from holdfast.undo import rules as undo_rules
 from holdfast.undo.lamb import Lamb
-from holdfast.undo.rules import Group, Part, Rule
+from holdfast.undo.rules import Group, Part, UndoRule
 
 Gradients = Mapping[Parameter, Tensor] | Sequence[Tensor | None]
 HINT = "use SGD, Adam, AdamW, Adagrad or Lamb, or give the optimizer a method undo(p, grad, state, group)"
 
-RULES: dict[type[Optimizer], Rule] = {
+RULES: dict[type[Optimizer], UndoRule] = {
     SGD: undo_rules.SGD,
     Adam: undo_rules.ADAM,
     AdamW: undo_rules.ADAM,
@@ -118,7 +118,7 @@ def undo_step(optimizer: Optimizer, grads: Gradients, *, first: Collection[Param
             _undo(optimizer, part, rule, is_first=is_first)
 
 
-def _undo(optimizer: Optimizer, part: Part, rule: Rule, *, is_first: bool) -> None:
+def _undo(optimizer: Optimizer, part: Part, rule: UndoRule, *, is_first: bool) -> None:
     rule.undo(part)
     if is_first and not isinstance(optimizer, Adagrad):  # which makes its state before the first step
         optimizer.state.pop(part.p, None)
@@ -126,7 +126,7 @@ def _undo(optimizer: Optimizer, part: Part, rule: Rule, *, is_first: bool) -> No
         part.state["step"] -= 1
 
 
-def _rule(optimizer: Optimizer) -> Rule | None:
+def _rule(optimizer: Optimizer) -> UndoRule | None:
     """The rule of its class, or of the class whose step it inherits."""
     step = _unwrapped(getattr(optimizer.step, "__func__", optimizer.step))
     for known, rule in RULES.items():
@@ -192,7 +192,7 @@ def _part(optimizer: Optimizer, p: Parameter, grad: Tensor, group: Group) -> Par
     )
 
 
-def _look_over(part: Part, rule: Rule) -> None:
+def _look_over(part: Part, rule: UndoRule) -> None:
     """Refuses what cannot be undone. Nothing is changed before all parts have been looked over."""
     p, grad, state, group = part.p, part.grad, part.state, part.group
     slots = rule.slots(group)
@@ -205,14 +205,14 @@ def _look_over(part: Part, rule: Rule) -> None:
     _refuse(part, rule.refusal(part))
 
 
-def _worked_out(parts: Sequence[Part], rule: Rule) -> list[bool]:
+def _worked_out(parts: Sequence[Part], rule: UndoRule) -> list[bool]:
     """For which parts it was the first step. Where that cannot be seen, a part goes with the others."""
     seen = [rule.is_first(part) for part in parts]
     others = False not in seen
     return [others if each is None else each for each in seen]
 
 
-def _told(part: Part, rule: Rule, first: Collection[int]) -> bool:
+def _told(part: Part, rule: UndoRule, first: Collection[int]) -> bool:
     told = id(part.p) in first
     if told and "step" in part.state and not rule.is_first(part):
         _refuse(part, f"it is said to be the first step, but the state counts {float(part.state['step']):g}")

@@ -30,7 +30,7 @@ from holdfast.plan.replay_plan import Sources
 from holdfast.recovery import arrange, replay
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.replay import Replayer
-from holdfast.run.saving import Saver, Settings
+from holdfast.run.saver import Saver, Settings
 from tests.engine.memory_group import MemoryGroup, Network
 from tests.engine.pipelines import CPU, Job, Layer, Result, lay, linear, train_alone
 from tests.recovery.town import Fate, Town, Voice, assert_trained, random_layout

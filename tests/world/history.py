@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.plan.layout import Layout
 from holdfast.recovery import arrange
-from holdfast.run.run import run as run_module
+from holdfast.run import run as run_module
 from tests.engine.pipelines import lay
 from tests.world.world import Process, World, inhabited
 

@@ -19,8 +19,9 @@ from holdfast.cluster.membership import Generation
 from holdfast.commit import cohort as cohort_module
 from holdfast.engine import reduce
 from holdfast.errors import HoldfastError
-from holdfast.run.run import Run, reports, saving
-from holdfast.run.run import run as run_module
+from holdfast.run import reports, saver
+from holdfast.run import run as run_module
+from holdfast.run.run import Run
 from holdfast.sync import exchange, ssp
 from tests.world import wires
 from tests.world.cluster import Agent, Client, Coordinator
@@ -220,12 +221,12 @@ def inhabited(world: World) -> Iterator[World]:
         patch.setattr(run_module, "_runs", [])
         patch.setattr(run_module, "Events", lambda path: world)
         patch.setenv("HOLDFAST_TRACE", "1")
-        for module in (reduce, exchange, ssp, saving):
+        for module in (reduce, exchange, ssp, saver):
             patch.setattr(module, "threading", doubles.threading)
         patch.setattr(reduce, "queue", doubles.queue)
-        patch.setattr(saving, "Work", doubles.work)
+        patch.setattr(saver, "Work", doubles.work)
         patch.setattr(reports, "time", doubles.time)
-        patch.setattr(saving, "time", doubles.time)
+        patch.setattr(saver, "time", doubles.time)
         yield world
 
 
