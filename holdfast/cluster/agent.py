@@ -116,7 +116,7 @@ class Agent:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the coordinator listens."""
+        """The address and port where the coordinator listens."""
         return self._keeper.address
 
     # --- life ------------------------------------------------------------------------------------
