@@ -15,7 +15,7 @@ import typer
 from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
-    from bench.report import Bar
+    from bench.race_report import Bar
 
 app = typer.Typer(
     help="Races against peers, interleaved in one run, as ratios. Peers are installed under .bench/.",
@@ -34,7 +34,7 @@ def _say(text: str) -> None:
 
 def _finish(name: str, race: Any, as_json: bool, **settings: Any) -> None:
     """Run a race, show its results, and end with the exit code that says whether all bars hold."""
-    from bench.report import publish
+    from bench.race_report import publish
 
     outcome: tuple[dict[str, Any], dict[str, Bar]] = race.race(say=_say, **settings)
     results, bars = outcome

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from holdfast import checkpoint
 from holdfast.checkpoint.disk import sync_folder
 
-WIDTH = 1024  # of a layer, as in bench/peers/deepspeed_zero.py
+WIDTH = 1024  # of a layer, as in bench/peers/zero_checkpoint.py
 
 
 class SavedTraining:

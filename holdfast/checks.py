@@ -1,4 +1,4 @@
-"""What a user gives in settings, refused in words where it makes no sense."""
+"""Checks of a user's settings. Each raises ``UsageError`` with a sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.errors import UsageError
 
 
 def whole(name: str, value: object, *, least: int) -> None:
-    """Refuses what is no whole number, or too small.
+    """Raise ``UsageError`` if ``value`` is no whole number, or less than ``least``. ``name``: of the setting.
 
     >>> whole("every", 0, least=1)
     Traceback (most recent call last):
@@ -19,11 +19,12 @@ def whole(name: str, value: object, *, least: int) -> None:
 
 
 def between(name: str, value: object, low: float, high: float) -> None:
-    """Refuses what is not above ``low`` and at most ``high``; nan is never."""
+    """Raise ``UsageError`` if ``value`` is no number above ``low`` and at most ``high``. NaN is refused too."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
         raise UsageError(f"{name}={value!r} is not above {low:g} and at most {high:g}")
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise ``UsageError`` if ``value`` is none of the known words."""
     if value not in known:
         raise UsageError(f"{name}={value!r} is not known", hint=" | ".join(map(repr, known)))

@@ -1,4 +1,4 @@
-"""State as JSON plus tensors: what crosses a wire, enters a hash or a checkpoint's index, without pickle."""
+"""Encoding of state as JSON plus tensors, without pickle: for the network, hashes and a checkpoint's index."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 
 from holdfast.errors import UsageError
 
-# JSON has no tuple, no bytes and no infinity, and its keys are strings. Such values are written as a dict
-# with one of these keys; a dict of the user's that looks like one is written as a list of items.
+# JSON has no tuple, no bytes and no infinity, and its keys are strings. Such a value is written as a dict with one of
+# these keys. A user's dict that has one of these keys is written as a list of items, so that it is not taken for one.
 TENSOR, TUPLE, ITEMS, FLOAT, BYTES, DTYPE = "$tensor", "$tuple", "$items", "$float", "$bytes", "$dtype"
 _MARKS = frozenset((TENSOR, TUPLE, ITEMS, FLOAT, BYTES, DTYPE))
 _HINT = "numbers, strings, tensors, lists and dicts can be kept"
 
 
 def encode(value: Any, tensor: Callable[[Any], Any], where: str = "state") -> Any:
-    """A value of dicts, lists, tuples, numbers, strings and tensors, as what JSON can say.
+    """Return a value of dicts, lists, tuples, numbers, strings, bytes, dtypes and tensors as JSON values.
 
-    ``tensor`` gives what is written for a value that is none of the others, or None to refuse it.
+    ``tensor`` is called with each value of another type: it returns what is written for it, or None to refuse it.
+    ``where`` names the value in errors. Raises ``UsageError`` for a refused value.
 
     >>> encode({"betas": (0.9, math.inf), 3: None}, lambda value: None)
     {'$items': [['betas', {'$tuple': [0.9, {'$float': 'inf'}]}], [3, None]]}
@@ -44,7 +45,7 @@ def encode(value: Any, tensor: Callable[[Any], Any], where: str = "state") -> An
         return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
         return {DTYPE: dtype_name(value)}
-    if isinstance(value, bool | int | float | str):  # subclasses: numpy's and enums are what they stand for
+    if isinstance(value, bool | int | float | str):  # a subclass, such as numpy's numbers, and enums
         return encode(_plain_number(value), tensor, where)
     found = tensor(value)
     if found is None:
@@ -61,7 +62,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def decode(node: Any, tensor: Callable[[Any], Any]) -> Any:
-    """The value that was encoded; ``tensor`` gives the tensor for what was written in its place.
+    """Return the value that was encoded. ``tensor`` returns the tensor for what was written in its place.
 
     >>> decode({'$tuple': [1, {'$float': '-inf'}]}, lambda found: None)
     (1, -inf)
@@ -86,7 +87,7 @@ def decode(node: Any, tensor: Callable[[Any], Any]) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as text.
+    """Return a dtype as text.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -95,7 +96,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a text, or an error: never another attribute of torch."""
+    """Return the dtype of a name. Raises ``UsageError`` for any other name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise UsageError(f"{name!r} is no dtype")
@@ -103,7 +104,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def flatten(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A value as a JSON text and its tensors.
+    """Return a value as a JSON text and its tensors. Raises ``UsageError`` for a value that cannot be encoded.
 
     >>> text, tensors = flatten({"step": 3, "w": torch.zeros(2)})
     >>> unflatten(text, tensors)
@@ -121,7 +122,7 @@ def flatten(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def empty_tensors(text: bytes) -> list[torch.Tensor]:
-    """Room for the tensors of a flattened value, before they arrive."""
+    """Return uninitialised tensors for a flattened value whose tensors are about to arrive."""
     found: dict[int, torch.Tensor] = {}
 
     def make(description: list[Any]) -> None:
@@ -133,5 +134,5 @@ def empty_tensors(text: bytes) -> list[torch.Tensor]:
 
 
 def unflatten(text: bytes, tensors: list[torch.Tensor]) -> Any:
-    """The value of a text and its tensors."""
+    """Return the value of a text and its tensors, as ``flatten`` gave them."""
     return decode(json.loads(text), lambda description: tensors[description[0]])

@@ -1,10 +1,10 @@
-"""What can go wrong, in words a user can act on. Each class carries the exit code of the command."""
+"""The errors of holdfast. Each class has the exit code that commands end with."""
 
 from __future__ import annotations
 
 
 class HoldfastError(Exception):
-    """An error with a sentence that says what is wrong and a hint that says what to do.
+    """An error with a sentence on what is wrong, and a hint on what to do.
 
     >>> str(HoldfastError("the disk is full", hint="free some space"))
     'the disk is full (free some space)'
@@ -17,7 +17,7 @@ class HoldfastError(Exception):
 
 
 class UsageError(HoldfastError, ValueError):
-    """Holdfast was called with something it cannot work with."""
+    """Holdfast was called with an argument or a setting that it cannot work with."""
 
     exit_code = 2
 
@@ -35,8 +35,8 @@ class TooFewWorkers(HoldfastError):
 
 
 class LossNotFinite(HoldfastError):
-    """The loss became NaN or infinite; redoing the step would give the same."""
+    """The loss became NaN or infinite. Doing the step again would give the same."""
 
 
 class Broken(Exception):
-    """The current generation cannot finish its operation: somebody was lost. Never reaches the user."""
+    """The current generation cannot finish its operation, because a worker was lost. It never reaches the user."""

@@ -1,7 +1,7 @@
-"""What the library has to say: standard ``logging``, under the logger ``holdfast``.
+"""Logging: the library logs with the standard ``logging``, under the logger ``holdfast``.
 
-The library only logs. Commands, and workers that ``holdfast run`` starts, show it: ``show`` is called there. In a
-script of one process, Python shows warnings by itself, and ``logging.basicConfig(level="INFO")`` the rest.
+Commands, and workers that ``holdfast run`` starts, call ``show``. In a script of one process, Python shows warnings by
+itself, and ``logging.basicConfig(level="INFO")`` shows the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to whatever ``sys.stderr`` is at the time: forked workers and tests exchange it."""
+    """Writes to the present ``sys.stderr``: forked workers and tests replace it."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

@@ -1,4 +1,4 @@
-"""What ``study``, the races in ``bench/`` and the tests need to measure on this machine: ports, cold files, medians.
+"""Tools to measure on this machine (ports, cold files, medians), for ``study``, the races in ``bench/`` and the tests.
 
 Only the standard library is imported at once: the study uses this inside other frameworks' environments.
 """

@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as text for people, and read from it."""
+"""Conversion of numbers, sizes and times to text for people, and back."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def ranges_text(numbers: Iterable[int], last: str = ", ") -> str:
 
 
 def say_aloud(text: str) -> None:
-    """A sentence for whoever watches the run."""
+    """Log a sentence that the user should see, as a warning."""
     logging.getLogger("holdfast").warning(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
@@ -54,6 +55,11 @@ class Result:
             found[event["step"]].add(event["loss"])
         assert all(len(values) == 1 for values in found.values()), found
         return [found[step].pop() for step in sorted(found)]
+
+
+def _complain(text: str) -> None:
+    """Show the error that ends a run on stderr, as ``holdfast run`` does."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def assert_every_worker_commits_each_step_once(result: Result) -> None:
@@ -112,7 +118,7 @@ def launch(
     )
 
     async def run() -> int:
-        agent = Agent(chosen, zygote=_zygote_number(0), say=said.append)
+        agent = Agent(chosen, zygote=_zygote_number(0), say=said.append, complain=_complain)
         job = asyncio.create_task(agent.run())
         if meddle is not None:
             await asyncio.wait_for(asyncio.gather(job, meddle(agent)), seconds)
@@ -180,7 +186,9 @@ class Hosts:
         settings = AgentSettings(workers=workers, **self._settings)
         busy = {zygote for zygote, job in zip(self._zygotes, self.jobs, strict=True) if not job.done()}
         self._zygotes.append(next(number for number in range(len(busy) + 1) if number not in busy))
-        self.agents.append(Agent(settings, zygote=_zygote_number(self._zygotes[-1]), say=self._said.append))
+        self.agents.append(
+            Agent(settings, zygote=_zygote_number(self._zygotes[-1]), say=self._said.append, complain=_complain)
+        )
         self.jobs.append(asyncio.create_task(self.agents[-1].run()))
 
     def leave(self, number: int) -> None:

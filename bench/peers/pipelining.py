@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.peers.common import ProgressFile
-from bench.pipelines import layers as model
+from bench.pipelines import race_models as model
 
 
 class GridPlace:

@@ -79,7 +79,7 @@ class CommitCopyRun(holdfast.Run):
         while self.step < total:
             first = self.step
             block = range(first, min(first + self._copy_every, total))
-            self._cohort.commit(Block(self, block))
+            self._cohort.commit(StepBlock(self, block))
             for number, loss in zip(block, self._losses, strict=True):
                 self._event("commit", step=number, loss=loss)
             for number, loss in zip(block, self._losses, strict=True):
@@ -111,7 +111,7 @@ class CommitCopyRun(holdfast.Run):
         self._copy.restore()
 
 
-class Block(Operation):
+class StepBlock(Operation):
     """A block of steps as one operation: voted on at its end, and taken back as one."""
 
     kind: Kind = "step"

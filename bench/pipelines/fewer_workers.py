@@ -21,8 +21,8 @@ from bench.pipelines.losses import (
     restarted,
     run_course,
 )
-from bench.pipelines.turns import estimate
-from bench.report import Bar, Say
+from bench.pipelines.speed_contest import estimate
+from bench.race_report import Bar, Say
 from bench.running import can_limit, environment
 from holdfast.engine.profile.links import measure_inside
 from holdfast.errors import HoldfastError

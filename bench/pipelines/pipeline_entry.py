@@ -12,8 +12,8 @@ from typing import Any
 
 import holdfast
 from bench.peers.common import ProgressFile
-from bench.pipelines import layers as model
-from holdfast import LogSettings
+from bench.pipelines import race_models as model
+from holdfast.log.log import LogSettings
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from bench.peers.common import ProgressFile
-from bench.pipelines import layers as model
+from bench.pipelines import race_models as model
 from bench.pipelines.commit_copy import CommitCopyRun
 from bench.pipelines.pipeline_entry import make_run, worker_number
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.report import Bar, Say
+from bench.race_report import Bar, Say
 from bench.running import BENCH
 from bench.savers import ASYNC, FORMATS, SavedTraining
 from holdfast.measuring import drop_from_cache, spread, write_direct

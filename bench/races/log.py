@@ -19,9 +19,9 @@ from typing import Any
 
 from bench.pipelines.entries import Contestant, PipelineShape
 from bench.pipelines.fewer_workers import make_profile
-from bench.pipelines.turns import SpeedContest, ratios, take_turns
+from bench.pipelines.speed_contest import SpeedContest, ratios, take_turns
+from bench.race_report import Bar, Say
 from bench.races.pipeline import COMPUTING
-from bench.report import Bar, Say
 from bench.running import BENCH, cpu_of_turns
 from holdfast.cluster.events import read_events
 from holdfast.errors import HoldfastError

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from bench.data_parallel.contestants import Workload, racing
-from bench.report import Bar, Say
+from bench.race_report import Bar, Say
 from bench.running import BENCH, time_turns
 from holdfast.measuring import spread
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from bench.pipelines import fewer_workers
 from bench.pipelines.entries import Contestant, PipelineShape
-from bench.pipelines.turns import SpeedContest, estimate_cut, measured_costs, ratio, rows, take_turns
-from bench.report import Bar, Say
+from bench.pipelines.speed_contest import SpeedContest, estimate_cut, measured_costs, ratio, rows, take_turns
+from bench.race_report import Bar, Say
 from bench.running import BENCH, can_limit
 from holdfast.engine.profile.links import measure_inside
 from holdfast.measuring import spread

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.report import Bar, Say
+from bench.race_report import Bar, Say
 from bench.running import BENCH
 from holdfast.errors import HoldfastError
 from holdfast.measuring import spread

@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from bench.data_parallel.contestants import Workload, racing
-from bench.report import Bar, Say
+from bench.race_report import Bar, Say
 from bench.running import BENCH
 from holdfast.measuring import spread
 from holdfast.simulate.kill import time_kill

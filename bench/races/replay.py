@@ -28,10 +28,10 @@ from typing import Any
 
 from bench.pipelines.entries import Contestant, PipelineShape, started
 from bench.pipelines.fewer_workers import make_profile
-from bench.pipelines.turns import measured_costs
+from bench.pipelines.speed_contest import measured_costs
+from bench.race_report import Bar, Say
 from bench.replays import budget, replay_pictures
 from bench.replays.trial import Ground, KillOutcome, Way, kill_after, make_checkpoint
-from bench.report import Bar, Say
 from bench.running import BENCH
 from holdfast.errors import UsageError
 from holdfast.measuring import spread

@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from bench.race_report import Bar, Say
 from bench.replicas import findings, signal_cost, sync_pictures
 from bench.replicas.network import Network, loopback, namespaces, why_not
 from bench.replicas.processes import SyncOutcome, SyncRun, WorkerFailed, Workers, gather, workers
 from bench.replicas.schedule import FULL, QUICK, WORKERS, Turn, order
 from bench.replicas.tasks import TASKS
-from bench.report import Bar, Say
 from bench.running import BENCH
 
 Done = dict[tuple[str, str, int | None, int, str], SyncOutcome]  # by task, split, rate, seed and method

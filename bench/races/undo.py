@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from bench.pipelines import layers
+from bench.pipelines import race_models
 from bench.pipelines.entries import PipelineShape
-from bench.pipelines.turns import ratio, ratios
-from bench.report import Bar, Say
+from bench.pipelines.speed_contest import ratio, ratios
+from bench.race_report import Bar, Say
 from bench.running import BENCH, Running, can_limit, cpu_of_turns, limited, time_turns
 from holdfast.measuring import spread
 from holdfast.undo.undo import undo_step
@@ -130,8 +130,8 @@ def undo_times(shape: PipelineShape, *, rounds: int) -> dict[str, list[float]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     arguments = Namespace(**vars(shape), seed=0)
-    parameters = [p for layer in layers.build_layers(arguments) for p in layer.parameters()]
-    optimizer = layers.build_optimizer(parameters)
+    parameters = [p for layer in race_models.build_layers(arguments) for p in layer.parameters()]
+    optimizer = race_models.build_optimizer(parameters)
     found: dict[str, list[float]] = {"ms": [], "of_update": []}
     for number in range(rounds + 2):
         for p in parameters:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.report import Bar
+from bench.race_report import Bar
 from bench.running import BENCH, ROOT
 from bench.savers import SavedTraining
 from holdfast import checkpoint
@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.measuring import drop_from_cache, free_port, spread
 
 PYTHON = BENCH / "formats" / "bin" / "python"
-SCRIPT = ROOT / "bench" / "peers" / "deepspeed_zero.py"
+SCRIPT = ROOT / "bench" / "peers" / "zero_checkpoint.py"
 
 COLUMNS = {"seconds": "s: median (range)", "convert_s": "of which converting", "times_ours": "times holdfast's"}
 

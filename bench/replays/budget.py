@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.race_report import Bar, Say
 from bench.replays import replay_pictures
 from bench.replays.trial import EVERY, Ground, KillOutcome, Way, kill_after
-from bench.report import Bar, Say
 from bench.running import BENCH
 from holdfast.measuring import spread
 from holdfast.plan.profile import Profile

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.race_report import Bar
 from bench.replicas.processes import SyncOutcome
 from bench.replicas.schedule import BSP, WORKERS, exchange_bytes
 from bench.replicas.tasks import TASKS, LearningTask
-from bench.report import Bar
 from holdfast.measuring import spread
 
 COLUMNS = {

@@ -10,8 +10,8 @@ import time
 
 import torch
 
+from bench.race_report import Bar
 from bench.replicas.tasks import TASKS
-from bench.report import Bar
 from holdfast.sync.policy import Context, Tracker
 from holdfast.sync.selsync import SelSync
 

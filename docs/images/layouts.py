@@ -60,7 +60,7 @@ class Scene:
 
     @property
     def places(self) -> dict[str, frozenset[int]]:
-        lines = self.layout.lines
+        lines = self.layout.pipelines
         return {
             self.workers[rank]: frozenset(layers)
             for line in lines
@@ -71,7 +71,7 @@ class Scene:
     def colors(self) -> dict[str, str]:
         """Colour of each worker: a pipeline keeps the colour that most of its workers had."""
         found: dict[str, str] = {}
-        for line in self.layout.lines:
+        for line in self.layout.pipelines:
             free = [color for color in COLORS if color not in found.values()]
             names = [self.workers[rank] for rank in line.ranks]
             color = max(free, key=lambda color: sum(self.before.get(name) == color for name in names))
@@ -86,7 +86,7 @@ class Scene:
 def draw(axes: Axes, scene: Scene, *, at_first: bool) -> None:
     row = 0.0
     layout = scene.layout
-    for line, share in zip(layout.lines, layout.shares(MICRO_BATCHES), strict=True):
+    for line, share in zip(layout.pipelines, layout.shares(MICRO_BATCHES), strict=True):
         top = row
         for rank, layers in zip(line.ranks, line.layers, strict=True):
             worker = scene.workers[rank]

@@ -34,7 +34,7 @@ from holdfast.checkpoint.objects import (
 )
 from holdfast.checkpoint.optimizer_loading import fill_optimizer
 from holdfast.checkpoint.pieces import NUMPY, Catalogue, Ref, name_of, whole
-from holdfast.checkpoint.progress import bar
+from holdfast.checkpoint.progress_bar import bar
 from holdfast.checkpoint.ranks import Ranks, current, together
 from holdfast.checkpoint.rules import Rules, parameter_of
 from holdfast.checkpoint.rules.hand_cut import Local, Plain, locals_of

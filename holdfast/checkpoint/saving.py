@@ -25,7 +25,7 @@ from holdfast.checkpoint.disk import THREADS, Bytes, Progress, checksum, explain
 from holdfast.checkpoint.held import Held
 from holdfast.checkpoint.objects import Described, describe
 from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense
-from holdfast.checkpoint.progress import bar
+from holdfast.checkpoint.progress_bar import bar
 from holdfast.checkpoint.ranks import Ranks, current, together
 from holdfast.checkpoint.rules import Rules
 from holdfast.checkpoint.rules.hand_cut import Local, Plain, locals_of

@@ -97,7 +97,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check every byte of a checkpoint, and name everything that is damaged. Exit code 4 if anything is."""
-    from holdfast.checkpoint.progress import bar
+    from holdfast.checkpoint.progress_bar import bar
     from holdfast.checkpoint.verify import open_to_verify, work_of
     from holdfast.checkpoint.verify import verify as check
     from holdfast.cli.ckpt_tables import show_verdict
@@ -139,7 +139,7 @@ def diff(
     Exit code 0: equal; 1: different; 4: a checkpoint cannot be read.
     """
     from holdfast.checkpoint.diff import Comparison, parse_rename
-    from holdfast.checkpoint.progress import bar
+    from holdfast.checkpoint.progress_bar import bar
     from holdfast.cli.ckpt_tables import show_difference
     from holdfast.screen import Screen
 
@@ -174,7 +174,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, a few megabytes at a time."""
     from holdfast.checkpoint import convert as work
-    from holdfast.checkpoint.progress import bar
+    from holdfast.checkpoint.progress_bar import bar
     from holdfast.screen import Screen
     from holdfast.words import count, size_text
 

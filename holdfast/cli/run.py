@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -72,7 +74,8 @@ def run(
 
 
 async def start(settings: AgentSettings) -> int:
-    return await Agent(settings).run()
+    complain = functools.partial(print, file=sys.stderr, flush=True)
+    return await Agent(settings, say=functools.partial(print, flush=True), complain=complain).run()
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

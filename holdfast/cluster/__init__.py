@@ -1,1 +1,1 @@
-"""Who is alive: agents, the zygote that forks workers, the coordinator, generations."""
+"""The cluster: agents, the zygote that forks workers, the coordinator, and the generations of living workers."""

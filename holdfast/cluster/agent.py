@@ -1,11 +1,15 @@
-"""The agent: one per machine. Starts and replaces workers, never takes part in training."""
+"""The agent: one per machine. It starts and replaces workers, and never takes part in training.
+
+It keeps a connection to the coordinator, and a lifeline (a socket pair) to each of its workers. The first agent also
+keeps the coordinator's process alive (``keeper``).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -14,80 +18,90 @@ from typing import Any
 
 from holdfast.cluster import wire
 from holdfast.cluster.events import Events
-from holdfast.cluster.keeper import LOOPBACK, Keeper
+from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
 from holdfast.cluster.membership import GIVEN_UP
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
 
-GRACE_SECONDS = 30.0  # for workers to reach a step boundary after they were asked to leave
-WRITING_SECONDS = 600.0  # and for what they still write then
-REPLACE_AFTER_SECONDS = 2.0  # at the latest; usually as soon as the survivors have recovered
+GRACE_SECONDS = 30.0  # for workers to reach a step boundary after SIGTERM: clusters give about as much notice
+WRITING_SECONDS = 600.0  # for the last checkpoint after that: a slow disk must not cost it
+REPLACE_AFTER_SECONDS = 2.0  # the longest wait to start a replacement; usually the survivors have recovered before
 TOKEN_HINT = "set the same HOLDFAST_TOKEN, or --token-file, on every machine"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """What ``holdfast run`` was asked for.
+    """Settings of an agent: the options of ``holdfast run``.
 
     >>> AgentSettings(command=["train.py"], workers=4).workers
     4
     """
 
-    command: list[str]
-    module: bool = False
-    workers: int = 1
-    spares: int = 0
+    command: list[str]  # the script, or with ``module`` the module's name, and its arguments
+    module: bool = False  # run the command as ``python -m`` does
+    workers: int = 1  # workers of this agent that train
+    spares: int = 0  # further workers that wait to take the place of lost ones
     hosts: tuple[str, ...] = ()  # the failure domain of each slot; spares take them in turn. Empty: this agent
     judge: str = "holdfast.commit.settle:judge"  # the ``membership.Judge`` of the coordinator, by name
-    minimum_hosts: int = 1
-    maximum_hosts: int = 1
-    endpoint: str = ""  # host:port; empty: this machine alone, any free port
-    job: str = "holdfast"
-    token: str = field(default_factory=wire.new_token, repr=False)
-    max_restarts: int = 100
-    heartbeat_timeout: float = 5.0
-    patience: float = 30.0
-    log_dir: Path = Path("holdfast-logs")
-    environment: dict[str, str] = field(default_factory=dict)
-    quiet: bool = False
+    minimum_hosts: int = 1  # agents that the run needs to begin and to go on
+    maximum_hosts: int = 1  # agents that may take part; more are refused
+    endpoint: str = ""  # the coordinator's host:port; empty: this machine alone, any free port
+    job: str = "holdfast"  # name of the job, for scripts that read TORCHELASTIC_RUN_ID
+    token: str = field(default_factory=wire.new_token, repr=False)  # secret that all machines of a run share
+    max_restarts: int = 100  # workers that this agent replaces in all
+    heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
+    patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
+    log_dir: Path = Path("holdfast-logs")  # folder of the workers' output and of events.jsonl
+    environment: dict[str, str] = field(default_factory=dict)  # further environment variables of the workers
+    quiet: bool = False  # show nothing of what workers print
 
     @property
     def events(self) -> Path:
+        """The file that agent, coordinator and workers write events to."""
         return self.log_dir / "events.jsonl"
 
 
 class Agent:
-    """Runs until its workers are done; ``run()`` returns the exit code."""
+    """Runs until its workers are done; ``run()`` returns the exit code.
+
+    ``zygote``: the socket to a zygote that runs already; None: start one. ``say`` shows a line of a worker's output, or
+    a notice. ``complain`` shows the error that ends the run.
+    """
 
     def __init__(
         self,
         settings: AgentSettings,
         *,
+        say: Callable[[str], None],
+        complain: Callable[[str], None] = logger.error,
         zygote: socket.socket | None = None,
-        say: Callable[[str], None] = lambda text: print(text, flush=True),
     ) -> None:
         settings.log_dir.mkdir(parents=True, exist_ok=True)
         self.settings = settings
-        self.host: int | None = None
-        self.finishing = False
+        self.host: int | None = None  # this agent's number; None until the coordinator has given one
+        self.finishing = False  # a script is over: nobody is replaced any more
         self._say: Callable[[str], None] = (lambda text: None) if settings.quiet else say
+        self._complain: Callable[[str], None] = (lambda text: None) if settings.quiet else complain
         self._events = Events(settings.events)
-        self._keeper = Keeper(settings.endpoint)
+        self._keeper = CoordinatorKeeper(settings.endpoint)
         self._local = LocalWorkers(
             log_dir=settings.log_dir, zygote=zygote, events=self._events, say=self._say, ended=self._ended
         )
-        self._own_address = LOOPBACK
-        self._writer: asyncio.StreamWriter | None = None
-        self._serial = 0
-        self._restarts = 0
-        self._slots = settings.workers
-        self._begun = False
-        self._leaving = False
-        self._patience: asyncio.TimerHandle | None = None
-        self._code: int | None = None
-        self._replacements: list[tuple[int, float]] = []  # (slot, at the latest when)
-        self._recovered = False
+        self._own_address = LOOPBACK  # this machine's address, as the coordinator reaches it
+        self._master_port = 0  # MASTER_PORT of all scripts of the run, told by the coordinator
+        self._writer: asyncio.StreamWriter | None = None  # to the coordinator; None while there is no connection
+        self._serial = 0  # number of the next worker: a name is never used twice
+        self._restarts = 0  # replacements so far
+        self._slots = settings.workers  # workers that the coordinator may wait for
+        self._begun = False  # a generation has formed
+        self._leaving = False  # a signal has asked this agent to leave
+        self._patience: asyncio.TimerHandle | None = None  # ends the agent if its workers do not leave in time
+        self._code: int | None = None  # exit code, once it is known
+        self._replacements: list[tuple[int, float]] = []  # (slot, latest time to start its new worker)
+        self._recovered = False  # the survivors of the last loss have committed again
         self._done = asyncio.Event()
 
     @property
@@ -102,12 +116,13 @@ class Agent:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the coordinator listens."""
+        """The address and port where the coordinator listens."""
         return self._keeper.address
 
     # --- life ------------------------------------------------------------------------------------
 
     async def run(self) -> int:
+        """Run until the workers are done or the run is stopped; return the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop, number)
@@ -125,6 +140,7 @@ class Agent:
         return self._code or 0
 
     def _jobs(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the coroutines that run side by side as long as the agent does."""
         jobs = [self._talk(), self._local.hear_zygote(), self._local.show_logs(), self._replace()]
         if self._keeper.is_ours:
             settings = self.settings
@@ -135,24 +151,28 @@ class Agent:
                 "heartbeat-timeout": settings.heartbeat_timeout,
                 "patience": settings.patience,
                 "judge": settings.judge,
+                "master-port": self._keeper.master_port,
             }
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             jobs.append(self._keeper.keep(words, settings.token, lambda: self._events.write("coordinator-restart")))
         return jobs
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """End the agent if one of its coroutines has failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end(getattr(error, "exit_code", 1), f"holdfast: {error}")
 
     def _end(self, code: int, message: str = "") -> None:
+        """End the agent with an exit code, unless it has one already. Only the first call counts."""
         if self._done.is_set():
             return
-        if message and not self.settings.quiet:
-            print(message, file=sys.stderr, flush=True)
+        if message:
+            self._complain(message)
         self._code = code if self._code is None else self._code
         self._done.set()
 
     async def _clean_up(self) -> None:
+        """Wait a little for workers that end by themselves, kill the others, and let the coordinator end."""
         deadline = time.monotonic() + (0.5 if self._code else 5.0)
         while self.workers and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
@@ -167,14 +187,14 @@ class Agent:
     # --- the coordinator -------------------------------------------------------------------------
 
     async def _talk(self) -> None:
-        """Keeps the connection to the coordinator."""
+        """Stay connected to the coordinator: connect again whenever the connection is lost."""
         since = time.monotonic()
         while True:
             slots = 0 if self._leaving else self._slots
             hello = {"role": "agent", "host": self.host, "slots": slots, "begun": self._begun}
-            hello["finished"] = self.finishing  # a worker may have ended while nobody could be told
+            hello["finished"] = self.finishing  # a worker may have ended while there was no connection
             try:
-                # Not for minutes, as TCP would try: the way to it may be free again before.
+                # TCP would try for minutes, although the network may be back much earlier: so try again soon.
                 connecting = wire.connect(self.address, self.settings.token, hello)
                 reader, self._writer = await asyncio.wait_for(connecting, 2 * wire.HANDSHAKE_SECONDS)
                 await self._hear_coordinator(reader)
@@ -187,8 +207,9 @@ class Agent:
             await asyncio.sleep(0.05)
 
     def _not_reached(self, seconds: float, error: OSError) -> None:
+        """Raise ``UsageError`` if the first connection has failed for so long that there is no coordinator."""
         if self._keeper.is_ours or self.host is not None:
-            return  # ours is about to come back; another machine's may
+            return  # this agent restarts its own coordinator; one that was reached before may come back
         host, port = self.address
         if self._keeper.port_taken and isinstance(error, wire.NotHoldfast):
             raise UsageError(f"port {port} is in use by another program", hint="choose another --rdzv-endpoint")
@@ -208,7 +229,7 @@ class Agent:
             if kind == "beat":
                 self._tell({"type": "beat"})
             elif kind == "welcome":
-                self._welcomed(message["host"])
+                self._welcomed(message["host"], message["master_port"])
             elif kind == "generation":
                 self._training_began()
             elif kind == "recovered":
@@ -224,7 +245,7 @@ class Agent:
                 return
 
     async def _line_of(self, reader: asyncio.StreamReader) -> bytes:
-        """A coordinator that beats no more is hung: if it is ours, it is killed and comes back."""
+        """Return the coordinator's next line. After a long silence it is hung: if it is ours, kill it to restart it."""
         try:
             return await asyncio.wait_for(reader.readline(), 3 * self.settings.heartbeat_timeout)
         except TimeoutError:
@@ -235,25 +256,28 @@ class Agent:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.encode(message))
 
-    def _welcomed(self, host: int) -> None:
-        if self._done.is_set():  # our farewell was lost with an earlier coordinator
+    def _welcomed(self, host: int, master_port: int) -> None:
+        """Take this agent's number, and at the first time start the workers."""
+        if self._done.is_set():  # the bye of ``_clean_up`` was lost with an earlier coordinator
             self._tell({"type": "bye"})
         if self.host is None:
-            self.host = host
+            self.host, self._master_port = host, master_port
             assert self._writer is not None
             self._own_address = self._writer.get_extra_info("sockname")[0]
             for slot in range(self.settings.workers):
                 self._start(slot)
 
     def _training_began(self) -> None:
+        """Start the spares, which must not slow down the start of the workers that train."""
         if not self._begun:
             self._begun = True
             for spare in range(self.settings.spares):
                 self._start(self.settings.workers + spare)
 
     def _told_to_stop(self, code: int, text: str) -> None:
+        """End as the coordinator says. Code 0: the run is over, and the workers end by themselves."""
         if self._leaving and code == 0 and self.workers:
-            # They go by themselves, as soon as they have written what they have begun to write.
+            # The workers end by themselves as soon as the last checkpoint is written.
             if self._patience is not None:
                 self._patience.cancel()
             self._patience = asyncio.get_running_loop().call_later(WRITING_SECONDS, self._end, self._code or 0)
@@ -273,6 +297,7 @@ class Agent:
     # --- workers ---------------------------------------------------------------------------------
 
     def _start(self, slot: int) -> None:
+        """Start a worker in a slot, under a new name."""
         name = f"{self.host}.{self._serial}"
         self._serial += 1
         settings, environment = self.settings, self._environment(name, slot)
@@ -280,7 +305,11 @@ class Agent:
         self._local.start(name, slot, command=settings.command, module=settings.module, environment=environment)
 
     def _environment(self, name: str, slot: int) -> dict[str, str]:
-        """What scripts expect of torchrun, and what ``client.Place`` reads; the rest is the zygote's."""
+        """Return a worker's environment: the variables of torchrun, and those that ``client.Place`` reads.
+
+        MASTER_ADDR and MASTER_PORT are for a script's own use, and the same for all workers of the run. The agent
+        beside the coordinator chose the port, which was free on its machine then; the coordinator's own is taken.
+        """
         settings, host = self.settings, self.host or 0
         address, port = self.address
         rank = str(host * settings.workers + slot)
@@ -293,7 +322,7 @@ class Agent:
             "WORLD_SIZE": str(settings.workers * settings.minimum_hosts),
             "LOCAL_WORLD_SIZE": str(settings.workers),
             "MASTER_ADDR": address,
-            "MASTER_PORT": str(port % 65535 + 1),  # free for the script's own use; ours is taken
+            "MASTER_PORT": str(self._master_port),
             "TORCHELASTIC_RUN_ID": settings.job,
             "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
@@ -308,45 +337,46 @@ class Agent:
         }
 
     def _ended(self, worker: LocalWorker, code: int, cause: str) -> None:
-        """A worker of this machine is gone: tell, and replace it if it is still needed."""
+        """Tell the coordinator that a worker has ended, and replace it if it is still needed."""
         if worker.orphan and self.finishing:
-            code = 0  # nobody could tell its exit code, and it had nothing left to do
+            code = 0  # its exit code is unknown, and it had nothing left to do
         report = {"type": "exit", "worker": worker.name, "code": code, "cause": cause, "error": worker.error}
         self._tell(report | {"finished": code == 0 and not self._leaving})
         if worker.error is not None and worker.error["final"] and self._writer is None:
-            self._end(code, worker.error["text"])  # nobody to judge it: the coordinator is gone
+            self._end(code, worker.error["text"])  # without the coordinator nobody else would end the run
         if code == 0 and not self._leaving:
             self.finishing = True
-        if code == GIVEN_UP and not self.finishing and not self._leaving:  # no failure of its own
+        if code == GIVEN_UP and not self.finishing and not self._leaving:  # not a failure: start it again at once
             self._replacements.append((worker.slot, time.monotonic()))
         elif code and not self.finishing and not self._leaving:
             self._plan_replacement(worker)
         if self.workers:
             return
-        code = max(code, 0)  # killed, but with nothing left to do
+        code = max(code, 0)  # a negative code means killed by a signal, when it had nothing left to do
         if self._leaving or self.finishing:
             self._end(code, worker.error["text"] if code and worker.error is not None else "")
         elif not self._replacements:
             self._tell({"type": "nobody", "reason": "no worker is left and none may be restarted"})
 
     def _plan_replacement(self, worker: LocalWorker) -> None:
+        """Plan a new worker in place of one that failed, if restarts are left."""
         if worker.error is not None and worker.error.get("refused"):
             self._say(worker.error["text"])
         elif self._restarts >= self.settings.max_restarts:
             self._say(f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up")
             left = len(self.workers) + len(self._replacements)  # spares among them
-            if left < self._slots:  # nobody has to wait for this one
+            if left < self._slots:  # tell the coordinator not to wait for this slot
                 self._slots = left
                 self._tell({"type": "slots", "slots": left})
         else:
             self._restarts += 1
             self._recovered = False
-            # A script that fails may be about to end the run: no need to start it again meanwhile.
+            # Wait a little: survivors that recover need the cores, and an error of the script may end the run anyway.
             wait = REPLACE_AFTER_SECONDS if self._begun or worker.error is not None else 0.0
             self._replacements.append((worker.slot, time.monotonic() + wait))
 
     async def _replace(self) -> None:
-        """Forks replacements once the survivors have committed again: until then they need the cores."""
+        """Start planned replacements once the survivors have committed again: until then they need the cores."""
         while True:
             await asyncio.sleep(0.01)
             for slot, latest in list(self._replacements):
@@ -355,7 +385,10 @@ class Agent:
                     self._start(slot)
 
     def _asked_to_stop(self, number: int) -> None:
-        """SIGTERM is a preemption notice: workers leave at the next step boundary. Twice: at once."""
+        """Let the workers leave at the next step boundary. A second signal ends everything at once.
+
+        SIGTERM is how clusters announce that they will take a machine away.
+        """
         if self._leaving:
             self._end(128 + number, "holdfast: stopped at once")
             for worker in self.workers.values():

@@ -1,8 +1,8 @@
-"""A worker's line to the coordinator and to its agent: the embedded implementation of ``Membership``.
+"""A worker's connections to the coordinator and to its agent: ``Membership`` for workers of ``holdfast run``.
 
-A thread of its own hears both, so that a worker deep in a computation, or blocked on a peer that has
-vanished, still learns at once that its generation is over. Losing the coordinator stops nothing: the
-thread connects again and says where the worker stands.
+A separate thread listens to both. So a worker that is deep in a computation, or blocked on a peer that has vanished,
+still learns at once that its generation is over. Losing the coordinator does not stop training: the thread connects
+again and shows the worker's standing.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from holdfast.cluster.store import GenerationStore
 from holdfast.cluster.wire import Line, Message, Refused
 from holdfast.errors import HoldfastError
 
-RETRY_SECONDS = 0.05  # between two tries to connect, and looks whether to give up
+RETRY_SECONDS = 0.05  # between two tries to connect, and between two checks whether to give up
+BEATS = 5  # heartbeats within one timeout, so that a few late ones do no harm
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a worker belongs; the agent hands it over in the environment."""
+    """A worker's place in the cluster, which the agent hands over in environment variables."""
 
-    worker: str
-    coordinator: tuple[str, int]
-    token: str
-    address: str
-    heartbeat: float
-    lifeline: int
+    worker: str  # its name
+    coordinator: tuple[str, int]  # address and port
+    token: str  # secret of the run
+    address: str  # this machine's, for the other workers
+    heartbeat: float  # seconds of silence after which the coordinator counts as lost
+    lifeline: int  # descriptor of the socket to the agent
     host: str = ""  # its failure domain
-    patience: float = 60.0  # for a coordinator whose machine may be gone for good
+    patience: float = 60.0  # seconds to wait for a coordinator whose machine may be gone for good
 
     @staticmethod
     def from_environment() -> Place | None:
-        """None when this process was not started by ``holdfast run``."""
+        """Read the place from the environment; None if ``holdfast run`` did not start this process."""
         environment = os.environ
         if "HOLDFAST_WORKER" not in environment:
             return None
@@ -61,26 +62,34 @@ class Place:
 
 
 class Stopped(SystemExit):
-    """The coordinator ended this worker; not the script's own doing."""
+    """Exit of this worker because the coordinator ended it."""
 
 
 class Client:
-    """``Membership`` by way of the coordinator: a ``Seat``, with sockets and a thread that listens."""
+    """``Membership`` through the coordinator: a ``Seat`` (the state machine), with sockets and a thread that listens.
+
+    ``label`` describes the training; the coordinator refuses a worker whose label differs from the others'.
+    """
 
     def __init__(self, place: Place, *, label: str) -> None:
         self.worker = place.worker
         self._place = place
         self._seat = Seat(worker=place.worker, address=place.address, host=place.host, label=label)
         self._changed = threading.Condition()  # guards everything below, and the seat
-        self._line: Line | None = None
-        self._alone_since = time.monotonic()
+        self._line: Line | None = None  # to the coordinator; None while there is no connection
+        self._alone_since = time.monotonic()  # when the connection was lost
         self._stores: dict[int, GenerationStore] = {}
         self._on_break: Callable[[int], None] = lambda number: None
         threading.Thread(target=self._listen, name="holdfast-client", daemon=True).start()
 
-    # --- the contract ----------------------------------------------------------------------------
+    # --- the methods of Membership, documented there ---------------------------------------------
 
     def regroup(self, standing: Standing) -> Generation:
+        """Show a standing, and wait for the next generation.
+
+        Raises ``Stopped`` if the coordinator ends this worker, ``HoldfastError`` if there is no coordinator for
+        longer than the patience.
+        """
         with self._changed:
             before = self._seat.number
             self._send(self._seat.show(standing))
@@ -133,7 +142,7 @@ class Client:
             self._send(message)
 
     def _send(self, message: Message) -> None:
-        """Best effort: what counts is told again in the hello of the next connection."""
+        """Send a message if there is a connection. A lost one does no harm: the next hello repeats all that matters."""
         if self._line is not None:
             try:
                 self._line.send(message)
@@ -141,6 +150,7 @@ class Client:
                 pass
 
     def _store(self, number: int) -> GenerationStore:
+        """Return the store of a generation, and forget those of older ones."""
         if number not in self._stores:
 
             def push(key: str, value: bytes) -> None:
@@ -151,6 +161,7 @@ class Client:
         return self._stores[number]
 
     def _listen(self) -> None:
+        """Run the thread: connect to the coordinator, stay connected, and begin again, for ever."""
         selector = selectors.DefaultSelector()
         lifeline = socket.socket(fileno=os.dup(self._place.lifeline))
         selector.register(lifeline, selectors.EVENT_READ)
@@ -169,7 +180,10 @@ class Client:
                 self._over(self._seat.disconnected())
 
     def _connect(self) -> Line | None:
-        """Not under the lock: a coordinator that hangs must not make the training thread wait."""
+        """Connect to the coordinator; return None if that fails.
+
+        The lock is not held meanwhile: a hung coordinator must not make the training thread wait.
+        """
         with self._changed:
             standing, hello = self._seat.standing, self._seat.hello()
         try:
@@ -178,12 +192,13 @@ class Client:
             return None
         with self._changed:
             self._line = line
-            if self._seat.standing is not standing and self._seat.standing is not None:  # shown meanwhile
+            if self._seat.standing is not standing and self._seat.standing is not None:  # newer than the hello's
                 self._send(self._seat.show(self._seat.standing))
         return line
 
     def _stay_connected(self, line: Line, lifeline: socket.socket, selector: selectors.BaseSelector) -> None:
-        beat = self._place.heartbeat / 5
+        """Hear coordinator and agent, and send heartbeats, until the coordinator is lost or silent for too long."""
+        beat = self._place.heartbeat / BEATS
         heard = time.monotonic()
         next_beat = heard + beat
         try:
@@ -202,6 +217,7 @@ class Client:
             return
 
     def _wait_for_agent(self, lifeline: socket.socket) -> None:
+        """Hear the agent for a moment, while there is no coordinator."""
         lifeline.settimeout(RETRY_SECONDS)
         try:
             self._from_agent(lifeline)
@@ -211,8 +227,9 @@ class Client:
             lifeline.settimeout(None)
 
     def _from_agent(self, lifeline: socket.socket) -> None:
+        """Take in what the agent says on the lifeline: leave, or by closing it that the agent is gone."""
         word = lifeline.recv(64)
-        if not word:  # nobody is left who could stop us, or would read what we print
+        if not word:  # without its agent nobody could stop this process, or show its output
             logger.error("the agent is gone; this worker ends")
             os._exit(1)
         if b"leave" in word:
@@ -221,6 +238,7 @@ class Client:
                 os._exit(0)
 
     def _take(self, messages: list[Message]) -> None:
+        """Give the coordinator's messages to the seat, and act on its news."""
         for message in messages:
             with self._changed:
                 news = self._seat.hear(message)
@@ -235,13 +253,14 @@ class Client:
                     self._end(news)
 
     def _over(self, news: Over | None) -> None:
+        """Free everybody in this process who waits for a generation that is over."""
         if news is not None:
             if news.number in self._stores:
                 self._stores[news.number].close()
             self._on_break(news.number)
 
     def _end(self, news: Stop) -> None:
-        """Ends this worker: from inside ``regroup`` if it waits there, else at once."""
+        """End this worker: from inside ``regroup`` if it waits there, else at once."""
         if news.refused:
             logger.error(news.message)
             error = {"text": f"holdfast: {news.message}", "code": news.code, "final": True, "refused": True}

@@ -1,4 +1,4 @@
-"""Who makes up the next generation: pure functions, each with its reason."""
+"""Decisions of the roster: pure functions that return a decision and its reason."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from holdfast.cluster.membership import Judge, Standing, newest_of, worker_order
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """The members of the next generation, those let go, and why. No members: the run cannot go on."""
+    """The members of the next generation, the workers that may leave, and why. No members: the run is over."""
 
     members: tuple[str, ...]
-    dismissed: tuple[str, ...] = ()
+    dismissed: tuple[str, ...] = ()  # workers that were asked to leave and are not needed any more
     reason: str
 
 
 def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], target: int, judge: Judge) -> Composition:
     """Choose the next generation from the survivors' standings and the workers that wait to join.
 
-    ``judge`` says whether those who stay hold all of the state without those who leave.
+    ``target``: the number of workers that the run should have. ``judge`` tells whether the workers that stay hold all
+    of the state without those that leave.
 
-    Joiners are taken in only when every survivor stands at the same boundary between two steps:
-    elsewhere a survivor may be inside user code that a joiner will never run.
+    Joiners are taken in only when every survivor is at the same boundary between two steps. Elsewhere a survivor may
+    be inside user code that a joiner will never run.
 
     >>> from holdfast.cluster.membership import Judgement
     >>> fine = Judgement(whole=True, recoverable=False, resumable=False, reason="")
@@ -31,7 +32,7 @@ def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], targ
     >>> compose(standings=standings, waiting=["0.2", "0.3"], target=2, judge=lambda *_, **__: fine).members
     ('0.0', '0.2')
     """
-    # Elsewhere leavers stay for one more operation: if all leave, they may have to save first.
+    # A leaver that is not at a boundary stays for one more operation: if all leave, they may have to save first.
     stay = {w: s for w, s in standings.items() if not (s.leaving and s.boundary)}
     room = max(0, target - len(stay)) if _all_at_one_boundary(standings) else 0
     joiners = sorted(waiting, key=worker_order)[:room]
@@ -39,7 +40,7 @@ def compose(*, standings: Mapping[str, Standing], waiting: Collection[str], targ
         return Composition(members=(), dismissed=tuple(standings), reason="everybody was asked to leave")
     knows_all = newest_of(stay.values()) == newest_of(standings.values())
     if not knows_all or not judge(stay, trained=False).whole:
-        stay = dict(standings)  # the leavers hand over first what only they hold, and leave at the next boundary
+        stay = dict(standings)  # leavers first hand over what only they hold, and leave at the next boundary
     dismissed = tuple(sorted(standings.keys() - stay.keys(), key=worker_order))
     members = tuple(sorted([*stay, *joiners], key=worker_order))
     return Composition(members=members, dismissed=dismissed, reason=_reason(dismissed, joiners))
@@ -63,14 +64,16 @@ def _reason(dismissed: Collection[str], joiners: Collection[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """Whether the first generation can begin, and what it waits for."""
+    """Whether the first generation can begin, and if not what it waits for."""
 
     ready: bool
     reason: str
 
 
 def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: Mapping[int, int]) -> Readiness:
-    """The first generation begins once enough hosts are there and all their slots are filled.
+    """Decide whether the first generation begins: enough hosts are there, and all their slots are filled.
+
+    ``slots``: workers that each host will have. ``waiting``: workers of each host that are ready.
 
     >>> first_generation(slots={0: 2}, minimum_hosts=1, waiting={0: 1}).reason
     'host 0 has 1 of 2 workers ready'
@@ -86,17 +89,18 @@ def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: M
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorVerdict:
-    """What a worker's end means for the run: stop it, or go on."""
+    """The decision whether a worker's error stops the run, and why."""
 
     stop: bool
     reason: str
 
 
 def judge_error(*, error: str, earlier: Collection[str], alive: int) -> ErrorVerdict:
-    """Whether an exception in the user's code ends the run.
+    """Decide whether an exception in the user's code ends the run.
 
-    The same error a second time would come for ever, wherever the work is moved; an error that leaves
-    nobody alive has hit everybody. A first, single one may be the machine's fault: go on without it.
+    ``error``: its last line. ``earlier``: those of earlier errors. ``alive``: how many workers are left. An error that
+    comes a second time would come on every worker, and one that leaves nobody alive has come on all of them: both end
+    the run. A first, single one may be the machine's fault: the others go on.
 
     >>> judge_error(error="KeyError: 'x'", earlier=["KeyError: 'x'"], alive=3).stop
     True
@@ -113,7 +117,9 @@ def _named(kind: str) -> str:
 
 
 def disagreement(doings: Mapping[str, tuple[int, str]]) -> str | None:
-    """A sentence if two workers mean different things by the same operation: they would wait for ever.
+    """Return an error message if two workers are at different kinds of the same operation, else None.
+
+    ``doings``: each worker's (number of the operation, kind). Such workers would wait for each other for ever.
 
     >>> print(disagreement({"0.0": (7, "evaluation"), "0.1": (7, "step")}).partition(" (")[0])
     workers disagree on what comes next: for 0.0 it is an evaluation, for 0.1 a step

@@ -1,6 +1,6 @@
-"""The coordinator's process: sockets and timers around the roster.
+"""The coordinator's process: sockets and timers around the roster, which makes all decisions.
 
-It runs beside the first agent and is never on the path of a step.
+It runs beside the first agent. No step waits for it: it is needed only to form generations.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from holdfast.cluster.membership import Judge
 from holdfast.cluster.register import EVENTS, HANG_UP, Sent
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 
-STRANGERS = 128  # connections that have not shown the token yet; more are turned away at once
-LAST_SECONDS = 0.1  # for the last messages to leave before the sockets close
+STRANGERS = 128  # connections without a proven token at a time: a stranger cannot take more memory than that
+LAST_SECONDS = 0.1  # wait before the sockets close, so that the last messages leave
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorSettings(RosterSettings):
-    """What the agent tells its coordinator."""
+    """Settings of the coordinator, which the agent passes on the command line."""
 
-    token: str
-    judge: str = ""  # "module:function", a ``Judge``: what the workers' standings say about their state
-    events: str | None = None
+    token: str  # secret of the run
+    judge: str = ""  # "module:function" of a ``Judge``, which reads the workers' standings
+    events: str | None = None  # path of events.jsonl; None: write no events
 
 
 class Coordinator:
-    """Lets in whoever knows the token, and carries messages between the roster and its peers."""
+    """Accepts connections that prove the token, and carries messages between the roster and its peers."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
@@ -55,11 +55,12 @@ class Coordinator:
         async with server:
             await self._over.wait()
             await asyncio.sleep(LAST_SECONDS)
-            os._exit(0)  # nothing is left to clean up, and asyncio would complain of open connections
+            os._exit(0)  # nothing is left to clean up, and asyncio would warn of open connections
 
-    # --- what comes in ---------------------------------------------------------------------------
+    # --- events for the roster -------------------------------------------------------------------
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection from the handshake to its end."""
         if self._strangers >= STRANGERS:
             writer.close()
             return
@@ -82,7 +83,7 @@ class Coordinator:
             self._step(Disconnected(connection=connection))
 
     async def _hear(self, connection: int, reader: asyncio.StreamReader) -> None:
-        """Pass on what a peer says, until its connection is closed or what comes makes no sense."""
+        """Pass a peer's messages to the roster, until the connection is closed or a line is no message."""
         while True:
             try:
                 line = await reader.readline()
@@ -97,21 +98,23 @@ class Coordinator:
             self._step(Heard(connection=connection, message=message))
 
     def _step(self, event: Event) -> None:
+        """Give the roster an event, send what it returns, and set the timer to its next deadline."""
         self._carry_out(self._roster.step(event, time.monotonic()))
         if self._roster.stopped:
             self._over.set()
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """The roster's next deadline; asyncio's clock is ``time.monotonic``."""
+        """Set the timer to the roster's next deadline. asyncio's clock is ``time.monotonic``, as the roster's."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(self._roster.deadline, self._step, Tick())
 
-    # --- what goes out ---------------------------------------------------------------------------
+    # --- messages from the roster ----------------------------------------------------------------
 
     def _carry_out(self, sent: Iterable[Sent]) -> None:
-        encoded: dict[int, bytes] = {}  # by identity: an announcement to thousands is encoded once
+        """Send messages and write events. A message to thousands is one object, which is encoded once."""
+        encoded: dict[int, bytes] = {}  # by the message's identity
         for recipient, message in sent:
             if recipient == EVENTS:
                 self._events.write(**message)
@@ -128,7 +131,7 @@ class Coordinator:
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
-    """Close after what is written has left; at once if the other side does not read."""
+    """Close a connection: at once if the other side has not read everything, since it may never read."""
     if writer.transport.get_write_buffer_size():
         writer.transport.abort()
     else:
@@ -138,7 +141,7 @@ def _hang_up(writer: asyncio.StreamWriter) -> None:
 def find_judge(name: str) -> Judge:
     """Import a ``Judge`` by its "module:function". Raises ``ImportError`` or ``AttributeError`` if there is none.
 
-    The cluster layer is told by name, so that it depends on nothing above it.
+    It is passed by name, so that the cluster layer imports nothing that lies above it.
     """
     module, _, function = name.partition(":")
     judge: Judge = getattr(importlib.import_module(module), function)
@@ -146,7 +149,7 @@ def find_judge(name: str) -> Judge:
 
 
 def main() -> None:
-    """``python -m holdfast.cluster.coordinator``: serves on a socket inherited from the agent."""
+    """Run ``python -m holdfast.cluster.coordinator``: serve on a socket inherited from the agent."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--listener", type=int, required=True)
     defaults = asdict(CoordinatorSettings(token=""))
@@ -156,7 +159,7 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     listener = socket.socket(fileno=arguments.pop("listener"))
     settings = CoordinatorSettings(token=os.environ["HOLDFAST_TOKEN"], **arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are the agent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the agent handles them; both processes get a terminal's Ctrl-C
         signal.signal(number, signal.SIG_IGN)
 
     async def serve() -> None:

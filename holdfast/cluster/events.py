@@ -1,7 +1,7 @@
-"""``events.jsonl``: what happened, one JSON object a line, written by whoever saw it.
+"""``events.jsonl``: the events of a run, one JSON object a line.
 
-Workers, agent and coordinator of a host append to the same file. One ``write`` in append mode is
-atomic for lines this short, so nobody has to be asked, and the death of one loses nobody else's lines.
+Workers, agent and coordinator of a host append to the same file. One ``write`` in append mode is atomic for lines this
+short, so no lock is needed, and a process that dies does not damage the lines of others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class Events:
         self._file = None if path is None else os.open(path, flags, 0o644)
 
     def write(self, event: str, **fields: Any) -> None:
+        """Append an event with the time and these fields, which must be JSON values."""
         if self._file is not None:
             line = json.dumps({"t": time.time(), "event": event, **fields})
             os.write(self._file, line.encode() + b"\n")
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events in a file, in the order they were written."""
+    """Yield the events in a file, in the order they were written. A last line that is incomplete is left out."""
     with Path(path).open() as lines:
         for line in lines:
             if line.endswith("\n"):

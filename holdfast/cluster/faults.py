@@ -1,14 +1,15 @@
-"""Named fault injection: what happens to whom, at which step and phase. Never a sleep.
+"""Fault injection by name: a kind of fault, a worker, a step and a phase. Nothing depends on time.
 
-A run takes its faults from ``HOLDFAST_FAULTS``, so that a sweep needs no edit of the script:
+A run takes its faults from the environment variable ``HOLDFAST_FAULTS``, so that a test needs no edit of the script:
 
     HOLDFAST_FAULTS="kill worker=0.1 step=3 phase=backward; stop worker=0.2 step=5 phase=vote"
 
-Kinds: ``kill`` (SIGKILL), ``stop`` (SIGSTOP, a hang), ``raise`` (an exception in user code); and the
-sabotages, which must make an exactness test fail: ``skip-gradient``, ``double-update``, ``repeat-sample``,
-``skip-undo``. The phase ``eager`` comes after each bucket that is updated before the vote; where replicas train
-apart, ``ballot`` when one has told the others how much its update matters, ``average`` when they exchange their
-weights, ``averaged`` before they vote on that.
+The kinds are ``kill`` (SIGKILL), ``stop`` (SIGSTOP, a hang), ``raise`` (an exception in user code), and the sabotages
+``skip-gradient``, ``double-update``, ``repeat-sample`` and ``skip-undo``, which must make an exactness test fail.
+
+Most phases are named after the code they are in. The phase ``eager`` comes after each bucket that is updated before
+the vote. Three belong to replicas that train apart: ``ballot`` comes when one has told the others how much its update
+matters, ``average`` when they exchange their weights, ``averaged`` before they vote on that.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Fault:
 
     @staticmethod
     def parse(text: str) -> Fault:
+        """Read a fault as in the example above. Raises ``UsageError`` for an unknown kind or phase."""
         kind, *pairs = text.split()
         fields = dict(pair.split("=", 1) for pair in pairs)
         if kind not in get_args(Kind) or fields.get("phase", "data") not in get_args(Phase):
@@ -70,26 +72,27 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
+    """Read faults that are separated by semicolons."""
     return [Fault.parse(part) for part in text.split(";") if part.strip()]
 
 
-_planned: list[Fault] = []
-_step = 0
+_planned: list[Fault] = []  # faults of this worker that have not struck
+_step = 0  # the step that training has come to
 
 
 def plan(worker: str) -> None:
-    """Take this worker's faults from the environment."""
+    """Take the faults of ``worker``, which is this process, from the environment."""
     _planned[:] = [f for f in parse(os.environ.get("HOLDFAST_FAULTS", "")) if f.worker == worker]
 
 
 def at_step(step: int) -> None:
-    """Training has come to this step."""
+    """Note that training has come to this step."""
     global _step
     _step = step
 
 
 def point(phase: Phase) -> None:
-    """Called where a phase begins; strikes if a fault waits here. Nothing planned: costs nothing."""
+    """Mark the begin of a phase, where a planned fault strikes. Without faults this costs nothing."""
     for fault in _planned:
         if fault.phase == phase and fault.step in (None, _step):
             if fault.kind == "kill":
@@ -102,7 +105,7 @@ def point(phase: Phase) -> None:
 
 
 def sabotaged(kind: Kind) -> bool:
-    """Whether to do this step wrong on purpose; each sabotage happens once."""
+    """Whether to do this step wrong on purpose. Each sabotage happens once."""
     for fault in _planned:
         if fault.kind == kind and fault.step in (None, _step):
             _planned.remove(fault)

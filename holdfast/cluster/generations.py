@@ -1,6 +1,6 @@
-"""Generations: the half of the roster that decides who trains together, and when.
+"""Generations: the half of the roster that decides which workers train together, and when.
 
-A state machine: what it is told changes it, and what is to be sent goes into the register's outbox.
+It is a state machine. Calls change its state, and messages to send go into the register's outbox.
 """
 
 from __future__ import annotations
@@ -14,46 +14,48 @@ from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Member, Sta
 from holdfast.cluster.register import Peer, Register, Worker
 from holdfast.cluster.wire import Message
 
-LAST_WORDS_SECONDS = 1.0  # for the error that ended the last workers to arrive, before the run is declared over
+LAST_WORDS_SECONDS = 1.0  # wait before a run without workers is over: the error that ended them may still arrive
 FINISHED: Message = {"type": "stop", "code": 0, "message": "the run is finished"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RosterSettings:
-    """What the run's agents were asked for."""
+    """Settings of the roster, the same as the agents'."""
 
-    minimum_hosts: int = 1
-    maximum_hosts: int = 1
+    minimum_hosts: int = 1  # agents that the run needs to begin and to go on
+    maximum_hosts: int = 1  # agents that may take part; more are refused
     heartbeat_timeout: float = 5.0  # seconds of silence after which a peer counts as lost
     patience: float = 30.0  # seconds to wait for missing hosts
     first_host: int = 0  # more than 0 after a restart of the coordinator: a number is never given twice
+    master_port: int = 0  # a port that was free on the coordinator's machine: MASTER_PORT of all scripts
 
 
 class Generations:
-    """Forms one generation after the other from the workers in the register; decides with ``compose``.
+    """Forms one generation after the other from the workers in the register, by the rules in ``compose``.
 
-    ``judge`` is asked whether survivors can carry the run on: nothing here knows what they hold.
+    ``judge`` decides whether survivors can carry the run on: this class knows nothing of the state they hold.
+    ``now``: the time in seconds, of any clock that never goes back.
     """
 
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         self.settings = settings
         self.generation: Generation | None = None
         self.stopped = False  # the run is over: nothing is decided any more
-        self.absent: dict[str, float] = {}  # members that may come back, and since when they are away
+        self.absent: dict[str, float] = {}  # members without a connection that may come back, and since when
         self._register = Register()
         self.hosts, self.workers = self._register.hosts, self._register.workers
         self._judge = judge
         self._born = self._now = now
-        self._begun = False  # a generation has trained, perhaps before our restart
-        self._finishing = False  # somebody's script is over
-        self._committed = False  # somebody, some time, committed something
+        self._begun = False  # a generation has formed, perhaps before a restart of the coordinator
+        self._finishing = False  # some worker's script is over
+        self._committed = False  # some worker has committed an operation
         self._breaking = False  # the generation is over, and its members are being called back
-        self._called: set[str] = set()  # those who were told so
-        self._invited: set[str] = set()  # those who were told that somebody waits to join
-        self._announced = 0  # the newest generation that was formed here, and not before our restart
+        self._called: set[str] = set()  # members that were told so
+        self._invited: set[str] = set()  # members that were told that somebody waits to join
+        self._announced = 0  # the newest generation that this coordinator process has formed
         self._recovered = 0  # the newest generation that has committed something
-        self._last_words: tuple[float, str] | None = None  # when the run ends, and why
-        self._lost: list[tuple[str, float]] = []  # whose loss the next generation recovers from, and when
+        self._last_words: tuple[float, str] | None = None  # when the run will end, and why
+        self._lost: list[tuple[str, float]] = []  # members lost since the last recovery, and when
 
     @property
     def members(self) -> list[str]:
@@ -61,14 +63,19 @@ class Generations:
         return self.generation.workers if self.generation is not None else []
 
     def show_standing(self, worker: Worker, standing: Standing, generation: int) -> None:
+        """Take in a worker's standing. ``generation``: the newest one that it was in."""
         if self.generation is not None and worker.name in self.members:
-            # One that never got into the current generation breaks it for the others.
+            # A member that has never entered the current generation breaks it for the others.
             self._breaking = self._breaking or generation != self.generation.number
         worker.standing = standing
         self.advance()
 
     def advance(self) -> None:
-        """Whatever has just changed, take the next step towards a whole generation."""
+        """Do what the present state calls for: form a generation, call its members back, or invite joiners.
+
+        It is called after every change. A generation ends for one of two reasons: it breaks, or all members stop at a
+        boundary. Either way each member shows its standing, and once all present members have, the next one forms.
+        """
         if self.stopped or self.absent or self._last_words is not None:
             return
         if self.generation is None:
@@ -93,18 +100,21 @@ class Generations:
         self._register.send_all([self.workers[name] for name in calling], message)
 
     def _waiting(self) -> list[str]:
+        """Return the workers that wait to join."""
         waiting = [w for w in self.workers.values() if w.fresh and w.standing is not None]
         return [w.name for w in waiting if w.name not in self.members]
 
     def _target(self) -> int:
+        """Return the number of workers that the run should have."""
         return sum(host.slots for host in self.hosts.values())
 
     def _try_first(self) -> None:
+        """Form the first generation, of a run or after a restart of the coordinator, if everybody is there."""
         names = self._waiting()
         readiness = self._readiness(names)
         restarted = self._begun or self.settings.first_host > 0
         if not readiness.ready or (restarted and self._now - self._born <= self.settings.heartbeat_timeout):
-            return  # after our own restart those who hold the state may yet report
+            return  # after a restart of the coordinator, workers that hold the state may still report
         if self._begun:
             self._begin_again(names, "coordinator and workers were lost together")
         else:
@@ -116,15 +126,19 @@ class Generations:
         return compose.first_generation(slots=slots, minimum_hosts=self.settings.minimum_hosts, waiting=waiting)
 
     def _begin(self, names: Iterable[str], reason: str) -> None:
+        """Announce a generation of fresh workers; those beyond the target wait to join."""
         ordered = sorted(names, key=worker_order)
-        for name in ordered[self._target() :]:  # one that never got the state waits like any other
+        for name in ordered[self._target() :]:
             self.workers[name].fresh = True
         self._announce(ordered[: self._target()], reason)
 
     def _begin_again(self, names: Iterable[str], lost: str, what: str = "the model") -> None:
-        """Nobody has the state: from the last checkpoint on whatever there is, or it is the end."""
+        """Begin again from the last checkpoint, because the state is lost; without a checkpoint end the run.
+
+        ``lost`` and ``what``: the workers and the state that are lost, for the message.
+        """
         if not self._resumable():
-            # Not at once: if an error in the script ended them, their agents are about to say so.
+            # Wait a little: if an error in the script ended the workers, their agents are about to report it.
             self._last_words = (
                 self._now + LAST_WORDS_SECONDS,
                 f"too few workers: {lost}, and nobody is left who holds {what}",
@@ -133,13 +147,13 @@ class Generations:
             self._begin(names, f"{lost}: begin again from the last checkpoint")
 
     def _resumable(self) -> bool:
-        """Whether a checkpoint may have the state: as those say who were here, or wait."""
+        """Whether a checkpoint may have the state, as past members or waiting workers say."""
         known = {} if self.generation is None else self.generation.standings
         shown = {name: w.standing for name, w in self.workers.items() if w.standing is not None}
         return self._judge(known | shown, trained=False).resumable
 
     def _invite(self) -> None:
-        """Somebody waits to join: ask the members, each once, to stop at their next boundary."""
+        """Ask the members, each once, to stop at their next boundary, if somebody waits to join and there is room."""
         assert self.generation is not None
         if self._waiting() and len(self.members) < self._target() and not self._finishing:
             names = [name for name in self.members if name in self.workers and name not in self._invited]
@@ -148,25 +162,26 @@ class Generations:
             self._register.send_all([self.workers[name] for name in names], message)
 
     def _regroup(self, standings: dict[str, Standing]) -> None:
+        """Go on with the survivors if they hold the state or can compute it; else begin again, or end."""
         assert self.generation is not None
         was_held = any(member.standing.operation for member in self.generation.members)
         judgement = self._judge(standings, trained=was_held or self._committed)
         if not judgement.goes_on and not self._finishing:
             lost = ", ".join(name for name, _ in self._lost) or "all members"
             self._send_away(standings)
-            self._register.send_all(
-                self.hosts.values(), {"type": "recovered"}
-            )  # nobody trains who would need the cores
+            # Nobody trains, so replacements may start at once.
+            self._register.send_all(self.hosts.values(), {"type": "recovered"})
             what = "some of the layers, nor is there a checkpoint folder" if standings else "the model"
             self._begin_again(self._waiting(), f"{lost} lost", what)
             return
-        if self._finishing and not judgement.whole:  # all had voted for the end, and the others are gone
+        if self._finishing and not judgement.whole:  # all have voted for the end, so nothing is left to do
             for name in standings:
                 self._dismiss(name, FINISHED)
             return
         self._compose(standings)
 
     def _compose(self, standings: dict[str, Standing]) -> None:
+        """Announce the next generation from survivors and joiners, and let leavers go."""
         waiting = [] if self._finishing else self._waiting()
         made = compose.compose(standings=standings, waiting=waiting, target=self._target(), judge=self._judge)
         for name in made.dismissed:
@@ -175,18 +190,22 @@ class Generations:
             self._announce(made.members, made.reason)
         elif standings:
             text = "too few workers: all that held the model were asked to leave"
-            staying = [host for host in self.hosts.values() if host.slots]  # those not asked to leave
+            staying = [host for host in self.hosts.values() if host.slots]  # hosts that were not asked to leave
             self._register.send_all(staying, {"type": "stop", "code": 3, "message": text})
             self.stop(0, made.reason)
 
     def _send_away(self, standings: dict[str, Standing]) -> None:
-        """Survivors hold a part that is of no use, and their scripts are in the middle: their agents start new ones."""
+        """End the survivors: their part of the state is of no use alone, and their scripts are past the begin.
+
+        If there is a checkpoint, their agents start new workers in their place.
+        """
         code = GIVEN_UP if self._resumable() else 3
         for name in standings:
             message = f"worker {name} starts again from the last checkpoint: a part of the state is lost"
             self._dismiss(name, {"type": "stop", "code": code, "message": message})
 
     def _announce(self, names: Iterable[str], reason: str) -> None:
+        """Form the next generation of these workers, by rank, and tell all members and hosts."""
         number = 1 if self.generation is None else self.generation.number + 1
         members = []
         for name in names:
@@ -212,11 +231,11 @@ class Generations:
             self._register.send_all(others, message)
 
     def progressed(self, number: int, operation: int) -> None:
-        """The first commit of a generation: whoever was lost is recovered from, replacements may start."""
+        """Take in the first commit of a generation: recovery is over, and replacements may start."""
         if self.generation is None or number != self.generation.number:
             return
         self._committed = True
-        if self._breaking or self._recovered == number:  # committed before the loss was noticed; or told before
+        if self._breaking or self._recovered == number:  # another loss has been noticed since; or known already
             return
         self._recovered = number
         if self._lost:
@@ -225,10 +244,10 @@ class Generations:
             self._register.log("recovery", lost=lost, generation=number, operation=operation, ms=ms)
             self._lost.clear()
         self._register.send_all(self.hosts.values(), {"type": "recovered"})
-        self.advance()  # whoever waits to join, a spare above all, is invited now
+        self.advance()  # invites workers that wait to join, spares above all
 
     def _dismiss(self, name: str, message: Message) -> None:
-        """Send a worker away; what it says from here on is not heard."""
+        """Send a worker away. Messages that it still sends are ignored."""
         worker = self.workers[name]
         self._register.send(worker.connection, message)
         self._register.remove(worker)
@@ -236,7 +255,7 @@ class Generations:
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Somebody's script is over, and all have committed its last step: nobody else is needed."""
+        """Note that a worker's script is over. All have committed its last step, so no new workers are needed."""
         if self._finishing:
             return
         self._finishing = True
@@ -247,6 +266,7 @@ class Generations:
                 self._register.send(worker.connection, FINISHED)
 
     def stop(self, code: int, message: str) -> None:
+        """End the run: tell everybody the exit code and the reason."""
         if self.stopped:
             return
         self._register.log("stop", code=code, message=message)

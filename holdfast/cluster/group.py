@@ -1,13 +1,12 @@
-"""The process group of one generation: point-to-point exchange, and a way out of it.
+"""The process group of one generation: point-to-point exchange that can be aborted from any thread.
 
-A group is made, used and thrown away. Whoever gives up a generation shuts its sockets down, which
-frees itself and everybody blocked on it, within milliseconds and even if the peer is hung or its host
-has vanished. (Gloo's own ``abort`` frees nobody; with NCCL, ``abort`` does, which is untested here.)
+A group is made for one generation, and thrown away with it. A worker that gives up a generation shuts down the group's
+sockets. That frees this worker, and every peer that is blocked on it, within milliseconds, even if the peer is hung or
+its host has vanished. (Gloo's own ``abort`` frees nobody; NCCL's does, which is untested here.)
 
-Nobody ever waits for a *send*: Gloo forgets a send whose socket breaks while it is being written, and
-whoever waits for it waits for ever. (Its collectives do that inside, so they are not used.) It is not
-needed either. A vote that succeeds proves that all that was sent before it has arrived. Receives can be
-forgotten too: ``waiter`` waits for them.
+Nobody ever waits for a *send*. Gloo forgets a send whose socket breaks while it is being written, and a wait for it
+never ends. (Gloo's collectives wait for sends inside, so they are not used.) Waiting is not needed either: a vote that
+succeeds proves that everything sent before it has arrived. Gloo may forget receives too: ``waiter`` deals with that.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from holdfast.cluster.membership import Generation
 from holdfast.cluster.waiter import wait_for
 from holdfast.errors import Broken
 
-CONNECT = timedelta(seconds=60)  # after that an abandoned attempt to connect cleans itself up
+CONNECT = timedelta(seconds=60)  # Gloo gives up by itself after this, which ends the thread of an abandoned attempt
+LOOK_SECONDS = 0.02  # between two looks whether a generation has ended while it forms
 
 Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
 
 
 class _Rendezvous(dist.Store):  # type: ignore[name-defined]
-    """Shows a generation's store to c10d, which asks for no more than this."""
+    """A generation's store with the interface that c10d expects: these three methods are all it calls."""
 
     def __init__(self, store: membership.Store) -> None:
         super().__init__()
@@ -52,30 +52,33 @@ class _Rendezvous(dist.Store):  # type: ignore[name-defined]
 
 
 class Group:
-    """The workers of one generation, as this worker reaches them."""
+    """The connections of this worker to the others of one generation.
+
+    ``backend``: the c10d process group; None for a group of one.
+    """
 
     def __init__(self, generation: Generation, rank: int, backend: Any = None) -> None:
         self.generation = generation
         self.rank = rank
         self.size = len(generation.members)
         self._backend = backend
-        self._sockets: dict[int, str] = {}
-        self.bytes = 0  # that this worker has sent
-        self._sent: list[Any] = []  # kept alive until a vote proves that it has arrived
-        self._broken: str | None = None
-        self._watch: threading.Event | None = None  # set: nobody looks for vanished machines any more
+        self._sockets: dict[int, str] = {}  # descriptors and inodes of the connections to peers
+        self.bytes = 0  # bytes that this worker has sent
+        self._sent: list[Any] = []  # sends, whose tensors are kept alive until a vote proves that they have arrived
+        self._broken: str | None = None  # the reason why the group was aborted
+        self._watch: threading.Event | None = None  # ends the look for vanished machines when it is set
 
     # --- communication ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises ``Broken`` if the generation is over. Cheap: call it between pieces of work."""
+        """Raise ``Broken`` if the generation is over. It is cheap: call it between pieces of work."""
         if self._broken is not None:
             raise Broken(self._broken)
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
-        """Posts transfers and returns the receives, to be finished. Tensors must be contiguous.
+        """Post transfers; return the receives, for ``finish``. Raises ``Broken``.
 
-        What is sent must stay as it is until the next ``vote`` has succeeded.
+        Tensors must be contiguous. A tensor that is sent must not change until the next ``vote`` has succeeded.
         """
         self.check()
         works: list[Any] = []
@@ -93,7 +96,10 @@ class Group:
         return works
 
     def send(self, sends: Sequence[Transfer]) -> list[Any]:
-        """Posts sends that the caller keeps alive until it knows that they have arrived."""
+        """Post sends; return them, to be kept alive by the caller until it knows that they have arrived.
+
+        Raises ``Broken``.
+        """
         self.check()
         works: list[Any] = []
         try:
@@ -106,17 +112,17 @@ class Group:
         return works
 
     def keep(self, works: Sequence[Any]) -> None:
-        """Keeps what was sent alive until the next vote, as ``start`` does."""
+        """Keep these sends alive until the next vote, as ``start`` does."""
         self._sent += works
 
     def drain(self, receives: Sequence[Any]) -> None:
-        """After an abort: waits until none of these writes into its tensor any more."""
+        """Wait, after an abort, until none of these receives writes into its tensor any more."""
         if receives:
             wait_for(receives, failed=lambda error: None, over=lambda: True)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """NCCL wants sends and receives that depend on each other in one call (untested here)."""
+        """Group transfers for NCCL, which needs those that depend on each other in one call (untested here)."""
         grouped = isinstance(self._backend, getattr(dist, "ProcessGroupNCCL", ()))
         if grouped:
             self._backend._start_coalescing(torch.device("cuda"))
@@ -125,25 +131,29 @@ class Group:
             self._sent.append(self._backend._end_coalescing(torch.device("cuda")))
 
     def finish(self, receives: Iterable[Any]) -> None:
-        """Waits for posted receives, all of them even if one fails: none writes into its tensor later."""
+        """Wait for posted receives. Raises ``Broken`` if one fails or the group is aborted.
+
+        All are waited for even if one fails, so that none writes into its tensor later.
+        """
         errors: list[Exception] = []
 
         def failed(error: Exception) -> None:
             errors.append(error)
-            self._give_up(error)  # at once: the others are not waited for in vain
+            self._give_up(error)  # at once: it makes the other receives fail too, instead of waiting in vain
 
         if receives != []:
             wait_for(receives, failed=failed, over=lambda: self._broken is not None)
         if errors and not isinstance(errors[0], RuntimeError | Broken):
-            raise errors[0]  # no peer's fault
+            raise errors[0]  # an error of our own, not a lost peer
         if errors:
             raise Broken(self._broken or "") from errors[0]
         self.check()
 
     def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None) -> None:
-        """Adds up everybody's values, or those of some ranks, in place and in the order of ranks.
+        """Add up everybody's values, or those of some ranks, in place. Raises ``Broken``.
 
-        Every worker hears from every other: success means that all have come this far.
+        The order of ranks is the order of addition, so the result is the same everywhere. Every worker hears from
+        every other: when it returns, all have come this far.
         """
         everybody = sorted(range(self.size) if ranks is None else ranks)
         others = [rank for rank in everybody if rank != self.rank]
@@ -159,20 +169,29 @@ class Group:
             values.add_(heard[rank])
 
     def vote(self, ballot: torch.Tensor) -> None:
-        """A ``sum`` after which all that was sent before it is known to have arrived."""
+        """Do a ``sum``, and free all sends posted before it.
+
+        Each worker votes after it has finished its receives. So a worker that has heard everybody's ballot knows that
+        all it had sent before has arrived. Raises ``Broken``.
+        """
         before = len(self._sent)
         self.sum(ballot)
         del self._sent[:before]
 
     def _give_up(self, error: Exception) -> Broken:
+        """Abort the group after an error of the backend; return the error to raise."""
         self.abort(f"lost touch with a peer: {str(error).splitlines()[0][:200]}")
         assert self._broken is not None
         return Broken(self._broken)
 
-    # --- the way out -----------------------------------------------------------------------------
+    # --- the end of a group ----------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """Ends the group from any thread: whoever waits in it, here or at a peer, fails at once."""
+        """End the group, from any thread. Everyone who waits in it, here or on a peer, fails at once.
+
+        Shutting down a socket (not closing it) wakes up Gloo's threads on both ends, and leaves the descriptor to
+        Gloo, so that nobody else can get the same number meanwhile.
+        """
         if self._broken is None:
             self._broken = reason
         if self._watch is not None:
@@ -183,21 +202,21 @@ class Group:
             self._backend.abort()  # NCCL: untested here
 
     def look_for_vanished(self) -> None:
-        """Aborts once the machine of a peer does not answer any more, where no coordinator can tell."""
+        """Abort the group once a peer's machine has vanished, in case no coordinator can tell (see ``silence``)."""
         self._watch = silence.watch(list(self._sockets), silence.seconds_allowed(), self.abort)
 
     def close(self) -> None:
-        """Ends the group. What it holds is freed with the object, which takes Gloo ten milliseconds."""
+        """End the group. Its memory is freed with the object, which takes Gloo ten milliseconds."""
         self.abort("closed")
 
 
 def alone() -> Group:
-    """The group of a worker that has no others."""
+    """Return a group of one worker."""
     return Group(membership.Solo().regroup(membership.Standing()), 0)
 
 
 class _Aside(Group):
-    """A worker that computes as if it had no others, but hears when the generation that it is in is over."""
+    """A group of one worker that breaks when the group around it does."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(membership.Solo().regroup(membership.Standing()), 0)
@@ -208,15 +227,15 @@ class _Aside(Group):
 
 
 def aside(group: Group) -> Group:
-    """A group of one for a member of ``group``, which breaks with it."""
+    """Return a group of one for a member of ``group``. Its ``check`` raises ``Broken`` when ``group`` is broken."""
     return _Aside(group)
 
 
 def form(generation: Generation, worker: str, store: membership.Store | None, device: torch.device) -> Group:
-    """Connects the members of a generation. Raises ``Broken`` if that is over before it is done.
+    """Connect the members of a generation; return the group. Raises ``Broken`` if the generation ends meanwhile.
 
-    The connecting itself cannot be interrupted (a peer that died leaves Gloo waiting for its call), so
-    it is left to a thread that can be abandoned.
+    Connecting cannot be interrupted: if a peer has died, Gloo waits for its call. So a separate thread connects,
+    and is abandoned if the generation ends.
     """
     rank = generation.rank_of(worker)
     if len(generation.members) == 1:
@@ -233,16 +252,17 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
         done.set()
 
     threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
-    while not done.wait(0.02):
+    while not done.wait(LOOK_SECONDS):
         if store.closed:
             raise Broken("the generation ended while it formed")
     if isinstance(result[0], Group):
-        result[0].look_for_vanished()  # not earlier: nobody would end it in a group that was abandoned
+        result[0].look_for_vanished()  # not in the thread: in an abandoned group nobody would end the look
         return result[0]
     raise Broken(f"the generation could not form: {result[0]}")
 
 
 def _connect(generation: Generation, rank: int, store: membership.Store, device: torch.device) -> Group:
+    """Make the c10d process group, and find the sockets that it has opened, so that they can be shut down."""
     size = len(generation.members)
     if device.type == "cuda":  # untested here
         nccl = dist.ProcessGroupNCCL(_Rendezvous(store), rank, size, dist.ProcessGroupNCCL.Options())
@@ -261,7 +281,7 @@ def _connect(generation: Generation, rank: int, store: membership.Store, device:
 
 
 def _open_sockets() -> dict[int, str]:
-    """This process's sockets: descriptor → inode, as the kernel shows them."""
+    """Return this process's sockets, as descriptor → inode."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -274,7 +294,7 @@ def _open_sockets() -> dict[int, str]:
 
 
 def _is_pair(number: int, addresses: set[str]) -> bool:
-    """Whether a socket is connected to a member. A listening one must be spared: Gloo ends the process."""
+    """Whether a socket is connected to a member. Gloo ends the process if its listening socket is shut down."""
     try:
         with socket.socket(fileno=os.dup(number)) as candidate:
             return str(candidate.getpeername()[0]) in addresses
@@ -283,7 +303,7 @@ def _is_pair(number: int, addresses: set[str]) -> bool:
 
 
 def _shut_down(number: int, inode: str) -> None:
-    """Shuts a socket down unless its descriptor has become somebody else's in the meantime."""
+    """Shut a socket down, unless its descriptor belongs to another file by now: the inode tells."""
     try:
         with socket.socket(fileno=os.dup(number)) as mine:
             if os.readlink(f"/proc/self/fd/{mine.fileno()}") == inode:

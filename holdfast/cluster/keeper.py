@@ -1,7 +1,7 @@
-"""Keeps the coordinator's process alive, at one address.
+"""The keeper of the coordinator's process: it restarts the coordinator, always at the same address.
 
-The agent owns the listening socket, so a killed coordinator comes back where it was, and whoever
-connects in between only waits a little.
+The agent owns the listening socket and hands it to each coordinator process. So a killed coordinator comes back at
+the same address, and a connection made in between only waits a little.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from collections.abc import Callable
 
 from holdfast.errors import UsageError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"  # the address of a run on one machine
+HOSTS_PER_START = 1000  # host numbers for each start of the coordinator: it forgets the ones it gave before
 
 
-class Keeper:
+class CoordinatorKeeper:
     """The coordinator's address, and its process if this machine is the one to run it."""
 
     def __init__(self, endpoint: str) -> None:
-        """Binds the endpoint if it is one of this machine's addresses, else leaves it to another agent."""
+        """Bind the endpoint ("host:port", or "") if it is an address of this machine, else leave it to another agent.
+
+        Raises ``UsageError`` for an endpoint that is malformed or cannot be resolved.
+        """
         host, _, port = endpoint.rpartition(":")
         if endpoint and not (host and port.isdigit()):
             raise UsageError(f"'{endpoint}' is not host:port", hint="as in head:29700")
@@ -34,34 +38,43 @@ class Keeper:
         family, _, _, _, address = found[0]
         self.address = (str(address[0]), int(address[1]))
         self.process: asyncio.subprocess.Process | None = None
-        self.port_taken = False
+        self.port_taken = False  # another program, or another agent of this run, listens at the endpoint
+        self.master_port = 0  # a port for the scripts' MASTER_PORT, if the coordinator is ours
         self._listener: socket.socket | None = socket.socket(family, socket.SOCK_STREAM)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind(address)
             self._listener.listen(1024)
             self.address = (str(address[0]), int(self._listener.getsockname()[1]))
-        except OSError as e:  # another machine's address, or another agent of this run was here first
+            self.master_port = _free_port(family, str(address[0]))
+        except OSError as e:  # the address of another machine, or another agent of this run has bound it
             self.port_taken = e.errno == errno.EADDRINUSE
             self._listener.close()
             self._listener = None
 
     @property
     def is_ours(self) -> bool:
+        """Whether this agent runs the coordinator."""
         return self._listener is not None
 
     async def keep(self, options: list[str], token: str, restarted: Callable[[], None]) -> None:
-        """Starts the coordinator, and starts it again whenever it dies; returns when it is done."""
+        """Start the coordinator, and again whenever it dies; return when it has ended with code 0.
+
+        ``restarted`` is called before each new start.
+        """
         assert self._listener is not None
         for start in itertools.count():
-            words = ["--first-host", str(1000 * start), *options]
+            words = ["--first-host", str(HOSTS_PER_START * start), *options]
             self.process = await start_coordinator(self._listener.fileno(), words, token)
             if await self.process.wait() == 0:
                 return
             restarted()
 
     async def let_end(self, patience: float | None) -> None:
-        """It ends by itself when no host is left; until then it serves the other machines."""
+        """Wait for the coordinator to end, and kill it after ``patience`` seconds (None: never).
+
+        It ends by itself when no host is left. Until then it serves the other machines.
+        """
         if self.process is None:
             return
         try:
@@ -71,12 +84,21 @@ class Keeper:
             await self.process.wait()
 
     def kill(self) -> None:
+        """Kill the coordinator's process, if it runs here."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
     def close(self) -> None:
+        """Close the listening socket."""
         if self._listener is not None:
             self._listener.close()
+
+
+def _free_port(family: int, address: str) -> int:
+    """Return a TCP port of this machine that nobody listens on at the moment."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 async def start_coordinator(listener: int, options: list[str], token: str) -> asyncio.subprocess.Process:

@@ -1,7 +1,7 @@
-"""This machine's workers: forked by the zygote, watched to their end, their output shown.
+"""The workers of one machine: the zygote forks them, the agent watches them to their end and shows their output.
 
-What a worker prints goes straight into its log file, which the agent reads along: a worker must not
-block or die because nobody reads a pipe.
+A worker prints into its log file, and the agent reads that file. With a pipe, a worker would block or die if the agent
+did not read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class LocalWorker:
     """A worker as its agent knows it."""
 
     name: str
-    slot: int
-    lifeline: socket.socket
-    log: Path
-    pid: int | None = None
+    slot: int  # its number among the agent's workers; a replacement gets the same
+    lifeline: socket.socket  # to the worker; it closes when the worker ends
+    log: Path  # file of its output
+    pid: int | None = None  # None until the zygote has told it
     shown: int = 0  # bytes of its log already on the console
-    error: Message | None = None
+    error: Message | None = None  # the error that it has reported on its lifeline
     orphan: bool = False  # the zygote that forked it has ended
 
     def kill(self) -> None:
+        """Kill the worker's process."""
         if self.pid is not None:
             try:
                 os.kill(self.pid, signal.SIGKILL)
@@ -42,19 +43,23 @@ class LocalWorker:
                 pass
 
     def ask_to_leave(self) -> None:
+        """Ask the worker to leave at its next boundary."""
         try:
             self.lifeline.send(b"leave\n")
         except OSError:
             pass  # it is ending already
 
 
-LATE_SECONDS = 1.0
+LATE_SECONDS = 1.0  # after a lifeline has closed: a zygote that has not reported the exit code by then is hung
 
 Ended = Callable[[LocalWorker, int, str], None]  # worker, exit code, cause
 
 
 class LocalWorkers:
-    """Starts workers and reports each one's end to ``ended``."""
+    """Starts workers, shows their output with ``say``, and calls ``ended(worker, exit code, cause)`` for each.
+
+    ``zygote``: the socket to a zygote that runs already; None: start one.
+    """
 
     def __init__(
         self,
@@ -70,12 +75,13 @@ class LocalWorkers:
         self._zygote = zygote if zygote is not None else start_zygote()
         self._zygote.setblocking(False)
         self._zygote_pid: int | None = None
-        self._orders: list[tuple[bytes, socket.socket]] = []
+        self._orders: list[tuple[bytes, socket.socket]] = []  # orders for the zygote, with the workers' lifelines
         self._events = events
         self._say = say
         self._ended = ended
 
     def start(self, name: str, slot: int, *, command: list[str], module: bool, environment: dict[str, str]) -> None:
+        """Have the zygote fork a worker that runs ``command`` with these further environment variables."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         log = self._log_dir / f"worker-{name}.log"
@@ -95,7 +101,7 @@ class LocalWorkers:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._hear, worker)
 
     def _send_orders(self) -> None:
-        """A zygote that still imports torch reads nothing, and a socket holds only so many orders."""
+        """Send the zygote its orders; try again later if its socket is full, as while it imports torch."""
         while self._orders:
             data, lifeline = self._orders[0]
             try:
@@ -104,12 +110,12 @@ class LocalWorkers:
                 asyncio.get_running_loop().call_later(0.02, self._send_orders)
                 return
             except OSError:
-                return  # it has ended; the next one gets them
+                return  # the zygote has ended; the next one gets the orders
             lifeline.close()
             del self._orders[0]
 
     async def hear_zygote(self) -> None:
-        """Runs for ever: which worker has which pid, and how it ended."""
+        """Take in the zygote's reports, for ever: each worker's pid and exit code. Start a new zygote if it ends."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -127,7 +133,7 @@ class LocalWorkers:
                 self._exited(message["exited"], message["code"])
 
     def _replace_zygote(self) -> None:
-        """Its workers live on without it; only how they end is no longer told."""
+        """Start a new zygote. The old one's workers live on, but nobody reports their exit codes."""
         self._events.write("zygote-restart")
         for worker in self.alive.values():
             worker.orphan = True
@@ -137,7 +143,7 @@ class LocalWorkers:
         self._send_orders()
 
     def _hear(self, worker: LocalWorker) -> None:
-        """A worker tells its last error on its lifeline; the end of it is the end of the worker."""
+        """Take in a worker's error from its lifeline. A closed lifeline means that the worker has ended."""
         try:
             data = worker.lifeline.recv(2**17)
         except BlockingIOError:
@@ -148,15 +154,16 @@ class LocalWorkers:
             worker.error = json.loads(data)
             return
         asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
-        # Its zygote should say how it ended. One that does not is gone, or hangs.
+        # The zygote should report the exit code soon. If it does not, it has ended or hangs.
         wait = 0.0 if worker.orphan else LATE_SECONDS
         asyncio.get_running_loop().call_later(wait, self._unreported, worker)
 
     def _unreported(self, worker: LocalWorker) -> None:
+        """Count a worker as ended with code 1 if the zygote has not reported it; kill that zygote."""
         if self.alive.get(worker.name) is not worker:
             return
         if not worker.orphan and self._zygote_pid is not None:
-            os.kill(self._zygote_pid, signal.SIGKILL)  # hung; another will take its place
+            os.kill(self._zygote_pid, signal.SIGKILL)  # it hangs; ``hear_zygote`` starts another
         worker.orphan = True
         self._remove(worker, 1, "ended; its zygote did not say how")
 
@@ -174,14 +181,16 @@ class LocalWorkers:
             self._show(worker)
             self._ended(worker, code, cause)
 
-    # --- what workers print ----------------------------------------------------------------------
+    # --- the workers' output ---------------------------------------------------------------------
 
     async def show_logs(self) -> None:
+        """Show the workers' output as it comes, for ever."""
         while True:
             await asyncio.sleep(0.1)
             self.flush_logs()
 
     def flush_logs(self) -> None:
+        """Show all whole lines that the workers have printed since the last time."""
         for worker in self.alive.values():
             self._show(worker)
 
@@ -193,14 +202,14 @@ class LocalWorkers:
             data = log.read()
         whole, newline, _ = data.rpartition(b"\n")
         worker.shown += len(whole) + len(newline)
-        hidden = worker.error is not None and worker.error.get("shown")  # once, by the verdict
+        hidden = worker.error is not None and worker.error.get("shown")  # the agent shows this error when it ends
         if newline and not hidden:
             for line in whole.decode(errors="replace").split("\n"):
                 self._say(f"[{worker.name}] {line}")
 
 
 def start_zygote() -> socket.socket:
-    """Starts a zygote; the socket to it carries orders one way and reports the other."""
+    """Start a zygote; return the socket to it, which carries orders one way and reports the other."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "holdfast.cluster.zygote", str(theirs.fileno())]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -1,8 +1,8 @@
-"""The narrow contract between training and whoever knows which workers are alive.
+"""Membership: the narrow contract between training and the part that knows which workers are alive.
 
-Training needs four things and no more: show a *standing*, get the next *generation*, hear that the
-current one is over, leave. The embedded coordinator provides them (``client.Client``); one process
-without an agent needs nobody (``Solo``); an installation with etcd can put its own in their place.
+Training needs four things: show a *standing*, get the next *generation*, hear that the current one is over, leave.
+``client.Client`` provides them with the coordinator, and ``Solo`` for one process without an agent. Another
+implementation, with etcd for example, can take their place.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def worker_order(worker: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How far a worker is: what it shows when a generation ends.
+    """A worker's progress, which it shows when a generation ends.
 
     The cluster layer reads the first five fields. ``payload`` is opaque to it: JSON values that the workers
     themselves, and the ``Judge``, understand.
     """
 
-    operation: int | None = None  # how many operations it has committed; None: it holds no state yet
-    voted: bool = False  # it voted for the next operation and still holds that one's complete result
+    operation: int | None = None  # number of operations it has committed; None: it holds no state yet
+    voted: bool = False  # it has voted for the next operation and still holds its complete result
     boundary: bool = False  # it is between two steps, where joiners may come in
     leaving: bool = False  # it was asked to leave, and the others have voted on that
     broken: bool = False  # the generation failed it
@@ -68,7 +68,7 @@ class Judgement:
 
 
 class Judge(Protocol):
-    """What a standing's payload means for the cluster: the only question it asks about state."""
+    """A function that reads the payloads of standings: the only thing the cluster layer asks about state."""
 
     def __call__(self, standings: Mapping[str, Standing], *, trained: bool) -> Judgement:
         """Judge the survivors. ``trained``: somebody is known to have committed something before."""
@@ -76,7 +76,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A worker in a generation, with the standing it came with. ``host`` names what may be lost with it at once."""
+    """A worker in a generation, with the standing that it has shown. ``host``: its failure domain."""
 
     worker: str
     address: str
@@ -103,7 +103,7 @@ class Generation:
 
     @property
     def standings(self) -> dict[str, Standing]:
-        """What each member showed to get in."""
+        """The standing that each member has shown to get in."""
         return {member.worker: member.standing for member in self.members}
 
     def to_json(self) -> dict[str, Any]:
@@ -122,17 +122,20 @@ class Generation:
 
 
 class Store(Protocol):
-    """Where the members of one generation leave their addresses for each other."""
+    """A key-value store of one generation, in which its members leave their addresses for each other."""
 
     closed: bool  # the generation is over: nothing will arrive any more
 
-    def put(self, key: str, value: bytes) -> None: ...
+    def put(self, key: str, value: bytes) -> None:
+        """Show a value to all members."""
 
-    def take(self, key: str) -> bytes: ...
+    def take(self, key: str) -> bytes:
+        """Wait for a value and return it. Raises ``Broken`` once the generation is over."""
+        ...
 
 
 class Membership(Protocol):
-    """What training asks of the cluster."""
+    """The methods of the cluster that training calls."""
 
     worker: str
 

@@ -1,4 +1,4 @@
-"""The register of the roster: who is connected, and what is to be sent to whom. Data, no sockets."""
+"""The register of the roster: the connected peers, and an outbox of messages to them. It has no sockets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.cluster.membership import Standing
 from holdfast.cluster.wire import Message
 
 EVENTS = -1  # the recipient of lines for events.jsonl
-HANG_UP: Message = {"type": "hang-up"}  # not sent: the connection is to be closed at once
+HANG_UP: Message = {"type": "hang-up"}  # asks the coordinator to close the connection; it is not sent itself
 
 Sent = tuple[int, Message]  # recipient (a connection's number, or EVENTS), message
 
@@ -19,21 +19,21 @@ Sent = tuple[int, Message]  # recipient (a connection's number, or EVENTS), mess
 class Host:
     """A connected agent."""
 
-    connection: int
-    heard: float
+    connection: int  # number of its connection
+    heard: float  # time of its last message
     number: int
-    slots: int
+    slots: int  # workers that it will have
 
 
 @dataclass(kw_only=True)
 class Worker:
     """A connected worker."""
 
-    connection: int
-    heard: float
+    connection: int  # number of its connection
+    heard: float  # time of its last message
     name: str
-    address: str
-    label: str
+    address: str  # of its machine, for the other workers
+    label: str  # description of the training, which must be the same on all workers
     host: str  # its failure domain
     fresh: bool  # it has never been in a generation
     standing: Standing | None = None  # None while it trains

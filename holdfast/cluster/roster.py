@@ -1,7 +1,8 @@
-"""The roster: who is there, and which generation comes next. A state machine.
+"""The roster: a state machine that knows who is connected, and decides which generation comes next.
 
-Events and the time go in, messages come out: no socket, no clock. Everything it knows can be told again by those
-who connect, so the coordinator that hosts it may be killed and started again while training goes on.
+Events and the time go in, messages come out. It has no socket and no clock, so a test can play any history. Agents and
+workers repeat everything it must know when they connect, so the coordinator may be killed and started again while
+training goes on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from holdfast.cluster.register import Host, Peer, Sent, Worker
 from holdfast.cluster.watch import Watch
 from holdfast.cluster.wire import Message
 
-DONE = "it is done"
+DONE = "it is done"  # cause of a host's end that is no failure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connected:
-    """Somebody has shown the token on a new connection, and said who it is."""
+    """An agent or a worker has connected and proved the token. ``hello`` says who it is."""
 
     connection: int
     hello: Message
@@ -50,7 +51,7 @@ Event = Connected | Heard | Disconnected | Tick
 
 
 class Roster(Generations):
-    """The list of the living. ``Generations``, its other half, decides what they do together."""
+    """The connected agents and workers. ``Generations``, the base class, decides which of them train together."""
 
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         super().__init__(settings, judge=judge, now=now)
@@ -66,7 +67,10 @@ class Roster(Generations):
         return min([self._watch.deadline, *ends])
 
     def step(self, event: Event, now: float) -> list[Sent]:
-        """Take in one event; return what is to be sent, in order. Nothing is sent twice for the same cause."""
+        """Take in one event at the time ``now`` (seconds); return the messages to send, in order.
+
+        Nothing is sent twice for the same cause.
+        """
         self._now = now
         if self.stopped:
             return []
@@ -85,7 +89,7 @@ class Roster(Generations):
             hello = event.hello
             (self._agent_came if hello.get("role") == "agent" else self._worker_came)(event.connection, hello)
         elif (peer := self._register.find(event.connection)) is None:
-            return  # given up before, or its place was taken by a newer connection
+            return  # this peer was given up, or has a newer connection
         elif isinstance(event, Disconnected):
             self._register.remove(peer)
             self._disconnected(peer)
@@ -122,6 +126,7 @@ class Roster(Generations):
     # --- coming ----------------------------------------------------------------------------------
 
     def _agent_came(self, connection: int, hello: Message) -> None:
+        """Enter an agent, with a new number if it has none yet; refuse it if the run has all its hosts."""
         number, most = hello["host"], self.settings.maximum_hosts
         if number is None and len(self.hosts) >= most:
             text = f"the run has all of its {most} hosts"
@@ -135,11 +140,13 @@ class Roster(Generations):
         self._begun = self._begun or hello["begun"]
         if hello["finished"]:
             self.finish()
-        self._register.send(host.connection, {"type": "welcome", "host": number})
+        welcome = {"type": "welcome", "host": number, "master_port": self.settings.master_port}
+        self._register.send(host.connection, welcome)
         self._register.log("host", host=number, slots=host.slots)
         self.advance()
 
     def _worker_came(self, connection: int, hello: Message) -> None:
+        """Enter a worker, new or with a new connection, unless it cannot take part."""
         known = None if hello["generation"] is None else Generation.from_json(hello["generation"])
         worker = Worker(
             connection=connection,
@@ -157,7 +164,7 @@ class Roster(Generations):
             return
         self._register.add(worker)
         self.absent.pop(worker.name, None)
-        for told in (self._called, self._invited):  # what was sent on its old connection may be lost
+        for told in (self._called, self._invited):  # messages on its old connection may be lost: send them again
             told.discard(worker.name)
         self._committed = self._committed or hello["committed"]
         if hello["finished"]:
@@ -188,7 +195,7 @@ class Roster(Generations):
         return None
 
     def _remember(self, known: Generation) -> None:
-        """After our own restart: the workers tell which generation runs."""
+        """Take over, after a restart of the coordinator, the generation that a worker says it is in."""
         self._begun = True
         if self.generation is None or known.number > self.generation.number:
             self.generation = known
@@ -199,10 +206,10 @@ class Roster(Generations):
     # --- going -----------------------------------------------------------------------------------
 
     def _disconnected(self, peer: Peer) -> None:
-        """A closed connection is a death if nobody is left who could tell.
+        """Take in a closed connection. It is a loss only if the worker's agent is gone too.
 
-        Else it may be the network's fault, or our own if we did not answer: the agent knows whether the process has
-        ended, and says so at once. A worker that lives connects again, and nobody else has noticed.
+        Otherwise the network may have closed it, or the worker because the coordinator did not answer. The agent knows
+        whether the process has ended, and reports it at once. A living worker connects again, and training goes on.
         """
         if isinstance(peer, Host):
             self._host_gone(peer, "connection lost")
@@ -214,7 +221,7 @@ class Roster(Generations):
             self._worker_gone(peer.name, "connection lost")
 
     def _host_gone(self, host: Host, cause: str) -> None:
-        """Its workers have connections of their own; what goes with the host is its share of the target.
+        """Strike out a host. Its workers have their own connections; only the target shrinks by its slots.
 
         Workers whose lines were lost before are given up: nobody is left who could tell that they live.
         """
@@ -227,6 +234,7 @@ class Roster(Generations):
         self.advance()
 
     def _worker_gone(self, name: str, cause: str) -> None:
+        """Strike out a worker that is lost. If it was a member, its generation is over."""
         if name in self.workers:
             self._register.remove(self.workers[name])
         self.absent.pop(name, None)
@@ -238,12 +246,12 @@ class Roster(Generations):
         self.advance()
 
     def _worker_ended(self, report: Message) -> None:
-        """An agent saw one of its workers end; its connection may or may not have been closed yet."""
+        """Take in an agent's report that a worker has ended. The worker's connection may still be open."""
         self._register.log("exit", **{k: v for k, v in report.items() if k != "type"})
         worker, error = self.workers.get(report["worker"]), report["error"]
         if report["code"] == 0 and error is None:
             self._exits[report["worker"]] = report["finished"]
-            if report["worker"] not in self.workers:  # else its last words may still be on its own line
+            if report["worker"] not in self.workers:  # else its last messages may still arrive on its connection
                 self._ended_well(report["worker"])
             return
         if worker is not None:
@@ -253,13 +261,13 @@ class Roster(Generations):
         if error is None:
             return
         if error["final"]:
-            if not error.get("refused") or self.generation is None:  # else training goes on without it
+            if not error.get("refused") or self.generation is None:  # a refused joiner does not end the training
                 self.stop(error["code"], error["text"])
             return
         self._judge_error(report["worker"], error)
 
     def _ended_well(self, name: str) -> None:
-        """A member ended with code 0, and its farewell, if it said one, was lost with its line."""
+        """Take in that a worker has ended with code 0 without a bye: it was lost with the connection."""
         if self._exits[name] and name in self.members:
             self.absent.pop(name, None)
             self.finish()
@@ -268,6 +276,7 @@ class Roster(Generations):
             self._worker_gone(name, "it has ended")
 
     def _judge_error(self, name: str, error: Message) -> None:
+        """Stop the run for an error of the script, or tell the hosts that it goes on."""
         last = error["text"].strip().splitlines()[-1]
         verdict = compose.judge_error(error=last, earlier=self._errors, alive=len(self.workers))
         self._errors.append(last)
@@ -278,6 +287,7 @@ class Roster(Generations):
             self._register.send_all(self.hosts.values(), {"type": "say", "text": notice})
 
     def _nobody_left_on(self, host: Host, reason: str) -> None:
+        """Take in that a host has no worker and may start none: end the run, or let that host go."""
         if not self.workers:
             self.stop(3, self._last_words[1] if self._last_words is not None else f"too few workers: {reason}")
         else:  # the run goes on without this machine
@@ -286,6 +296,7 @@ class Roster(Generations):
     # --- time ------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        """Send heartbeats, and give up peers that have been silent for too long."""
         now, watch = self._now, self._watch
         if self._last_words is not None and now >= self._last_words[0]:
             self.stop(3, self._last_words[1])
@@ -311,11 +322,12 @@ class Roster(Generations):
         self.advance()  # some decisions wait for time to pass
 
     def _give_up(self, name: str, cause: str) -> None:
-        # Killed too: a hung process would come back to life later.
+        """Count a silent worker as lost, and have it killed: a hung process could come back to life later."""
         self._register.send_all(self.hosts.values(), {"type": "kill", "worker": name})
         self._worker_gone(name, cause)
 
     def _look_for_hosts(self) -> None:
+        """Stop the run if there have been too few hosts for longer than the patience."""
         here, needed = len(self.hosts), self.settings.minimum_hosts
         enough = here and self._finishing
         if self._watch.too_few(needed if enough else here, needed, self._now):
@@ -323,6 +335,7 @@ class Roster(Generations):
             self.stop(3, f"too few workers: {text} (start more agents, or lower --nnodes)")
 
     def _look_for_disagreement(self) -> None:
+        """Stop the run if members are at different kinds of the same operation."""
         workers = self.workers
         doings = {n: d for n in self.members if n in workers and (d := workers[n].doing) is not None}
         if (text := compose.disagreement(doings)) is not None:

@@ -1,7 +1,7 @@
-"""A worker's seat at the coordinator's table: its side of the talk, without sockets, threads or clock.
+"""The seat: a worker's side of the protocol with the coordinator, as a state machine without sockets, threads or clock.
 
-``client.Client`` puts a connection under it. Losing the coordinator loses nothing: the hello of the next connection
-says all that counts.
+``client.Client`` connects it. Losing the coordinator loses nothing: the hello of the next connection repeats all that
+the coordinator must know.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ News = Over | Value | Next | Stop
 
 
 class Seat:
-    """What this worker has shown, and what it was told.
+    """The state of a worker's talk with the coordinator: the standing it has shown, and what it was told.
 
     >>> seat = Seat(worker="0.0", address="127.0.0.1", host="0", label="a test")
     >>> seat.show(Standing(operation=3))["generation"], seat.hello()["standing"]["operation"]
@@ -78,10 +78,10 @@ class Seat:
         """The number of the newest generation that this worker was in; 0 before the first."""
         return 0 if self.generation is None else self.generation.number
 
-    # --- what the worker says --------------------------------------------------------------------
+    # --- messages to the coordinator -------------------------------------------------------------
 
     def hello(self) -> Message:
-        """Return the first message on a new connection: everything that counts."""
+        """Return the first message on a new connection, with everything that the coordinator must know."""
         return {
             **self._who,
             "generation": None if self.generation is None else self.generation.to_json(),
@@ -121,10 +121,10 @@ class Seat:
         """Return (somebody waits to join, this worker is asked to leave)."""
         return (self._joiners == self.number, self.leave)
 
-    # --- what it is told -------------------------------------------------------------------------
+    # --- messages from the coordinator -----------------------------------------------------------
 
     def hear(self, message: Message) -> News | None:
-        """Take in a message of the coordinator; return what this worker has to act on, if it is anything."""
+        """Take in a message of the coordinator; return the news that this worker has to act on, or None."""
         kind = message["type"]
         if kind == "generation":
             self.generation = Generation.from_json(message["generation"])

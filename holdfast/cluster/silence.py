@@ -1,10 +1,10 @@
-"""Notices a machine that has vanished, where nobody can tell: sockets that get no answer from the other end.
+"""Detection of a vanished machine without the coordinator: sockets whose other end does not answer any more.
 
-The coordinator tells of lost workers. It cannot when its own machine is the one that vanished, nor to workers that
-are cut off themselves: TCP would go on trying for a quarter of an hour, and a socket that only waits would wait for
-ever. But the kernel knows when a peer's kernel last answered. A process that is slow or stopped still has a kernel
-that answers, so this is never taken for it. (``TCP_USER_TIMEOUT`` would do that: it also closes a socket whose other
-end is alive and does not read.)
+Usually the coordinator tells of lost workers. It cannot if its own machine has vanished, or if this worker is cut off
+from it. Then TCP would go on trying for a quarter of an hour, and a socket that only waits would wait for ever. But the
+kernel knows when the peer's kernel last answered. A slow or stopped process still has a kernel that answers, so it is
+never taken for vanished. (``TCP_USER_TIMEOUT`` cannot be used: it also closes a socket whose other end is alive and
+does not read.)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import threading
 from collections.abc import Callable, Collection
 
 _INFO = struct.Struct("8B24I")  # the begin of struct tcp_info in linux/tcp.h
-_TRIES = 2  # repeated in a row without an answer
+_TRIES = 2  # retransmissions or probes without an answer in a row: a single lost packet is nothing
 
 
 def ask_when_idle(number: int, seconds: float) -> None:
-    """Has the kernel ask the other end, on a socket where nothing is said, whether it is there."""
+    """Let the kernel probe the other end of an idle socket, every ``seconds`` / 4 (TCP keepalive)."""
     pause = max(1, round(seconds / 4))
     try:
         with socket.socket(fileno=os.dup(number)) as mine:
@@ -32,7 +32,7 @@ def ask_when_idle(number: int, seconds: float) -> None:
 
 
 def unanswered(number: int) -> float:
-    """Seconds since the other end's machine has answered; 0 if nothing waits for an answer.
+    """Return the seconds since the other end's machine has answered; 0 if it owes no answer.
 
     >>> with socket.create_server(("127.0.0.1", 0)) as server:
     ...     with socket.create_connection(server.getsockname()) as client:
@@ -49,12 +49,18 @@ def unanswered(number: int) -> float:
 
 
 def seconds_allowed() -> float:
-    """Longer than the coordinator needs, so that the one who knows more speaks first."""
+    """Return the seconds of silence after which a machine has vanished: three heartbeat timeouts.
+
+    The coordinator needs one. It knows more, so it should be the first to tell.
+    """
     return 3 * float(os.environ.get("HOLDFAST_HEARTBEAT", "5"))
 
 
 def watch(numbers: Collection[int], seconds: float, vanished: Callable[[str], None]) -> threading.Event:
-    """Calls ``vanished`` with the reason once some socket has had no answer for so long. Set the event to end it."""
+    """Watch sockets in a thread; call ``vanished(reason)`` once one has had no answer for ``seconds``.
+
+    Returns an event that ends the watch when it is set.
+    """
     over = threading.Event()
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""Where the members of one generation leave their addresses for each other."""
+"""The store in which the members of one generation leave their addresses for each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.errors import Broken
 
 
 class GenerationStore:
-    """Values that the members of one generation push to each other through the coordinator."""
+    """Values that the members of one generation push to each other. ``push`` sends one through the coordinator."""
 
     def __init__(self, push: Callable[[str, bytes], None]) -> None:
         self._push = push
@@ -18,11 +18,12 @@ class GenerationStore:
         self.closed = False
 
     def put(self, key: str, value: bytes) -> None:
+        """Keep a value, and push it to the other members."""
         self.arrived(key, value)
         self._push(key, value)
 
     def take(self, key: str) -> bytes:
-        """Waits for the value; raises ``Broken`` once the generation is over."""
+        """Wait for a value and return it. Raises ``Broken`` once the generation is over."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self.closed)
             if key not in self._values:
@@ -30,11 +31,13 @@ class GenerationStore:
             return self._values[key]
 
     def arrived(self, key: str, value: bytes) -> None:
+        """Keep a value that another member has pushed."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def close(self) -> None:
+        """Free everybody who waits: the generation is over."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()

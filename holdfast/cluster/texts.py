@@ -1,4 +1,4 @@
-"""Texts that all workers of a group tell each other."""
+"""Exchange of texts between all workers of a group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.cluster.group import Group
 
 
 class Texts:
-    """Exchange of texts among a group: ``Ranks``, as checkpoints need them, of those who train together."""
+    """Exchange of texts in a group: the ``Ranks`` that checkpoints need, for the workers that train together."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.rank = group.rank
@@ -18,13 +18,13 @@ class Texts:
         self._device = device
 
     def exchange(self, text: bytes) -> list[bytes]:
-        """Give everybody this worker's text; return all texts, by rank. ``Broken`` may fly through it."""
+        """Send this worker's text to all; return everybody's texts, by rank. May raise ``Broken``."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         lengths = {rank: torch.zeros(1, dtype=torch.int64, device=self._device) for rank in others}
         self._swap(torch.tensor([len(text)], device=self._device), lengths, tags.LENGTH)
         sizes = {rank: int(length) for rank, length in lengths.items()}
         texts = {rank: torch.zeros(max(n, 1), dtype=torch.uint8, device=self._device) for rank, n in sizes.items()}
-        # At least one byte: Gloo does not send nothing.
+        # At least one byte, because Gloo cannot send an empty tensor.
         self._swap(torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8).to(self._device), texts, tags.TEXT)
         found = {rank: texts[rank].cpu().numpy().tobytes()[: sizes[rank]] for rank in others}
         return [text if rank == self.rank else found[rank] for rank in range(self.size)]

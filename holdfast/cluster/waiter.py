@@ -1,9 +1,9 @@
-"""Waiting for receives in such a way that one can stop waiting.
+"""Waits for receives that can be given up.
 
-Gloo forgets a receive whose socket breaks in the middle of its message: nobody is told, and whoever waits for it
-waits for ever, even after the sockets were shut down. (A wait that times out is no way out: it closes all
-connections, those to living peers too.) So a thread of its own waits, and is left behind if need be. It keeps the
-memory that was to be filled; the socket is closed, so nothing is written there any more.
+Gloo forgets a receive whose socket breaks in the middle of its message: a wait for it never ends, even after the
+sockets were shut down. (A wait with a timeout does not help: when it times out, Gloo closes all connections, those to
+living peers too.) So a separate thread waits, and is abandoned if need be. The abandoned thread keeps the memory that
+was to be filled alive. Nothing is written there any more, because the socket is closed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-LONGEST = timedelta(days=1)  # a slow peer is not a dead one: heartbeats tell them apart, not this
-TICK = 0.02  # seconds between looks at whether it is over
-GRACE = 0.1  # seconds after the end in which a receive that was not forgotten has failed
+LONGEST = timedelta(days=1)  # practically no limit: heartbeats tell a dead peer from a slow one, not this timeout
+TICK = 0.02  # seconds between two looks whether the group was aborted
+GRACE = 0.1  # seconds after an abort in which receives fail, unless Gloo has forgotten them
 
 _idle: deque[_Waiter] = deque()
-os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's: a child would wait for nobody
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child does not have the threads of these waiters
 
 
 def wait_for(works: Iterable[Any], *, failed: Callable[[Exception], None], over: Callable[[], bool]) -> None:
-    """Returns when all receives are done or have failed; or, once it is ``over``, when they have had their time.
+    """Wait until all receives are done or have failed; or, once ``over()`` is true, for ``GRACE`` seconds more.
 
-    ``failed`` is called, in another thread, with each failure as it comes; ``works`` is gone through there too, so
-    that what comes may decide on what to wait for next.
+    ``failed(error)`` is called for each failure as it comes, in another thread. ``works`` is iterated in that thread
+    too, so a generator may decide after each receive what to wait for next.
     """
     waiter = _idle.pop() if _idle else _Waiter()
     done = threading.Lock()
@@ -40,7 +40,7 @@ def wait_for(works: Iterable[Any], *, failed: Callable[[Exception], None], over:
         if end is None and over():
             end = time.monotonic() + GRACE
         if end is not None and time.monotonic() >= end:
-            return  # the waiter is left behind
+            return  # the waiter is abandoned: it does not go back into the pool
     _idle.append(waiter)
 
 
@@ -55,7 +55,7 @@ class _Waiter:
             try:
                 for work in works:
                     _wait(work, failed)
-            except Exception as e:  # what decides on the next one has failed
+            except Exception as e:  # the generator of works has failed
                 failed(e)
             del works, failed
             done.release()

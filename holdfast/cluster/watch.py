@@ -1,4 +1,4 @@
-"""Notices what no closed connection tells: silence, and too few hosts. Pure: the time is an argument."""
+"""Detection of silent peers, and of too few hosts, by the roster. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-LOOKS = 5  # how often the coordinator looks within one heartbeat timeout, and sends beats of its own
+LOOKS = 5  # looks, and heartbeats sent, within one timeout: a few late ones do no harm
 
 
 @dataclass(kw_only=True)
 class Watch:
-    """Who has been silent for too long, as far as the watcher itself was awake.
+    """Decides who has been silent for too long, and notices when the coordinator itself was asleep.
 
-    A coordinator whose process was stopped hears nothing and misses its own looks. What it finds when it wakes up
-    says nothing about the others, so for one more timeout a lost connection is not taken for a death.
+    A coordinator whose process was stopped hears nothing, and misses its own looks. When it wakes up, silence shows
+    nothing about the others. So for one more timeout a lost connection is not taken for a death.
 
     >>> watch = Watch(timeout=5.0, patience=30.0, now=0.0)
     >>> watch.look(1.0), watch.silent({"0.0": 0.5, "0.1": -4.5}, 1.0)
@@ -25,7 +25,7 @@ class Watch:
 
     timeout: float  # seconds of silence after which a peer counts as lost
     patience: float  # seconds to wait for missing hosts
-    now: float  # when the last look was
+    now: float  # time of the last look
 
     def __post_init__(self) -> None:
         self._dazed_until = self.now
@@ -42,7 +42,7 @@ class Watch:
         return self.now + self.interval
 
     def look(self, now: float) -> bool:
-        """Note a look; False if we were asleep ourselves before it: then nobody's silence counts."""
+        """Note a look; return False if the coordinator was asleep before it: then nobody's silence counts."""
         slept = self._overslept(now)
         self.now = now
         if slept:
@@ -50,14 +50,14 @@ class Watch:
         return not slept
 
     def is_dazed(self, now: float) -> bool:
-        """Whether a closed connection may be our own doing: we did not answer."""
+        """Whether the coordinator slept lately: peers may have closed connections because it did not answer."""
         return now < self._dazed_until or self._overslept(now)
 
     def _overslept(self, now: float) -> bool:
         return now - self.now > 2 * self.interval
 
     def silent(self, heard: Mapping[K, float], now: float) -> list[K]:
-        """Return those whose last word, or begin of absence, is longer ago than the timeout."""
+        """Return the peers whose last message (or begin of absence) is longer ago than the timeout."""
         return [who for who, when in heard.items() if now - when > self.timeout]
 
     def too_few(self, here: int, needed: int, now: float) -> bool:

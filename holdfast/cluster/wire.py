@@ -1,8 +1,8 @@
 """Messages between workers, agents and the coordinator: one JSON object a line, after a handshake.
 
-The token itself never crosses the wire. Each side proves that it knows it by an HMAC over both
-sides' nonces, compared in constant time, so a stranger can neither join nor pose as the coordinator.
-JSON, not pickle: whatever arrives can at worst be a wrong value.
+The token itself never crosses the wire. Each side proves that it knows it by an HMAC over both sides' nonces, compared
+in constant time, so a stranger can neither join nor pose as the coordinator. Messages are JSON, not pickle: at worst a
+message carries a wrong value.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from typing import Any
 
 Message = dict[str, Any]
 
-SERVER_LIMIT = 2**20  # bytes of one line anybody, a stranger too, can make the coordinator hold
-CLIENT_LIMIT = 16 * 2**20  # a generation of thousands of workers, from a coordinator that has proved itself
-HANDSHAKE_SECONDS = 5.0
+SERVER_LIMIT = 2**20  # bytes of a line that the coordinator reads: the most that a stranger can make it hold
+CLIENT_LIMIT = 16 * 2**20  # bytes of a line from a proven coordinator: a generation of thousands of workers fits
+HANDSHAKE_SECONDS = 5.0  # for each message of the handshake: a stranger must not hold a connection for longer
 
 
 class Refused(Exception):
-    """The other side does not know the token, or does not want us; the text says why."""
+    """Error: the other side does not know the token, or refuses this one. The text says why."""
 
 
 class NotHoldfast(ConnectionError):
-    """Something answers there, or nothing does, but it is no coordinator."""
+    """Error: no coordinator answers at the address."""
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as a line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Raises ``ValueError`` on anything that is not one JSON object."""
+    """Return the message in a line. Raises ``ValueError`` on anything that is not one JSON object."""
     message = json.loads(line)
     if not isinstance(message, dict):
         raise ValueError("not a JSON object")
@@ -42,23 +43,25 @@ def decode(line: bytes) -> Message:
 
 
 def new_token() -> str:
+    """Return a new random token of 256 bits."""
     return secrets.token_hex(32)
 
 
 def proof(token: str, side: str, server_nonce: str, client_nonce: str) -> str:
-    """What ``side`` shows to prove that it knows the token; useless for any other connection."""
+    """Return the proof that ``side`` ("client" or "server") knows the token. It is useless on other connections."""
     text = f"holdfast/1 {side} {server_nonce} {client_nonce}".encode()
     return hmac.new(token.encode(), text, "sha256").hexdigest()
 
 
 def proves(token: str, message: Message, side: str, server_nonce: str, client_nonce: str) -> bool:
+    """Whether a message carries the right proof of ``side``."""
     shown = message.get("proof")
     expected = proof(token, side, server_nonce, client_nonce)
     return isinstance(shown, str) and hmac.compare_digest(shown.encode(), expected.encode())
 
 
 async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Message:
-    """The server's side of the handshake: returns the client's hello, or raises ``Refused``."""
+    """Do the server's side of the handshake; return the client's hello. Raises ``Refused``."""
     nonce = secrets.token_hex(16)
     writer.write(encode({"holdfast": 1, "nonce": nonce}))
     try:
@@ -78,13 +81,14 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
 
 
 def greet(greeting: Message, token: str, hello: Message) -> tuple[Message, str]:
-    """The client's answer to the server's greeting, and its nonce."""
+    """Return the client's answer to the server's greeting, and its nonce."""
     nonce = secrets.token_hex(16)
     server_nonce = str(greeting.get("nonce"))
     return {"nonce": nonce, "proof": proof(token, "client", server_nonce, nonce), "hello": hello}, nonce
 
 
 def check_server(greeting: Message, answer: Message, token: str, nonce: str) -> None:
+    """Raise ``Refused`` if the server refuses this client, or does not prove that it knows the token."""
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
     if not proves(token, answer, "server", str(greeting.get("nonce")), nonce):
@@ -94,7 +98,7 @@ def check_server(greeting: Message, answer: Message, token: str, nonce: str) -> 
 async def connect(
     address: tuple[str, int], token: str, hello: Message
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """An authenticated connection for asyncio code."""
+    """Open an authenticated connection, for asyncio code. Raises ``Refused``, ``NotHoldfast`` or another OSError."""
     reader, writer = await asyncio.open_connection(*address, limit=CLIENT_LIMIT)
     try:
         greeting = decode(await asyncio.wait_for(reader.readline(), HANDSHAKE_SECONDS))
@@ -112,7 +116,10 @@ async def connect(
 
 
 class Line:
-    """An authenticated connection for a thread: blocking sends, and whole messages as they come."""
+    """An authenticated connection for a thread: blocking sends, and whole messages as they come.
+
+    Raises ``Refused``, ``NotHoldfast`` or another OSError if it cannot be opened.
+    """
 
     def __init__(self, address: tuple[str, int], token: str, hello: Message) -> None:
         self.socket = socket.create_connection(address, HANDSHAKE_SECONDS)
@@ -131,6 +138,7 @@ class Line:
             raise
 
     def send(self, message: Message) -> None:
+        """Send a message. Raises OSError if the connection is lost."""
         self.socket.sendall(encode(message))
 
     def _one(self) -> Message:
@@ -149,12 +157,12 @@ class Line:
         self._buffer += chunk
 
     def receive(self) -> list[Message]:
-        """Everything whole that one read brings; call when the socket is readable."""
+        """Read once; return the messages that are whole by then. Call it when the socket is readable."""
         self._fill()
         return self.waiting()
 
     def waiting(self) -> list[Message]:
-        """What came along with the handshake's last line."""
+        """Return the whole messages that are in the buffer, such as those that came with the handshake's last line."""
         *lines, rest = bytes(self._buffer).split(b"\n")
         self._buffer = bytearray(rest)
         return [decode(line) for line in lines]

@@ -1,7 +1,7 @@
 """The zygote: a process that has imported torch and forks workers.
 
-A fresh interpreter needs more than a second to import torch; a fork of this one is ready in
-milliseconds. It stays single-threaded, so that a fork is safe.
+A fresh interpreter needs more than a second to import torch; a fork of the zygote is ready in milliseconds. The zygote
+stays single-threaded, because forking a process with threads is not safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Order = dict[str, Any]
 
 
 def serve(agent: socket.socket) -> None:
-    """Forks a worker per order; reports each worker's end. Returns when the agent is gone."""
+    """Fork a worker for each order of the agent, and report each worker's end. Return when the agent is gone."""
     warm_up()
     children: dict[int, int] = {}  # pidfd → pid
     _report(agent, {"ready": os.getpid()})
@@ -47,7 +47,7 @@ def serve(agent: socket.socket) -> None:
 
 
 def warm_up() -> None:
-    """Imports what workers need: torch, what it imports late with the first optimizer, and what planning needs."""
+    """Import all that workers need: torch, the modules it imports with the first optimizer, and scipy for planning."""
     import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401
     import torch
 
@@ -61,6 +61,7 @@ def _report(agent: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _fork(order: Order, lifeline: int, agent: socket.socket, children: dict[int, int]) -> int:
+    """Fork a worker; return its pid. The child never returns from here."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -74,7 +75,7 @@ def _fork(order: Order, lifeline: int, agent: socket.socket, children: dict[int,
         except BaseException:
             traceback.print_exc()
         finally:
-            # Not sys.exit: the zygote's stack below us must not be unwound in the child.
+            # sys.exit would unwind the zygote's stack, and run its cleanup, in the child.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -83,25 +84,11 @@ def _fork(order: Order, lifeline: int, agent: socket.socket, children: dict[int,
 
 
 def run_worker(order: Order, lifeline: int) -> int:
-    """Turns the forked process into a worker, runs the user's script, returns its exit code."""
-    os.setsid()  # Ctrl-C on the terminal is for the agent alone
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))
-    os.chdir(order["folder"])
-    logs.show()
-    import torch
-
+    """Turn the forked process into a worker, run the user's script, and return its exit code."""
+    _become_worker(order, lifeline)
     from holdfast.cluster.client import Stopped
     from holdfast.run.run import farewell, leave
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    sys.argv = list(order["arguments"])
     try:
         _run_script(order["module"])
         farewell()
@@ -127,7 +114,27 @@ def run_worker(order: Order, lifeline: int) -> int:
         return 1
 
 
+def _become_worker(order: Order, lifeline: int) -> None:
+    """Set session, signals, output, environment, folder and arguments as the order says."""
+    os.setsid()  # a session of its own: Ctrl-C on the terminal reaches only the agent, which asks workers to leave
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))
+    os.chdir(order["folder"])
+    logs.show()
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.argv = list(order["arguments"])
+
+
 def _run_script(module: bool) -> None:
+    """Run the script or module in ``sys.argv``. ``sys.exit(0)`` in it is a normal end."""
     try:
         if module:
             sys.path.insert(0, os.getcwd())
@@ -141,12 +148,13 @@ def _run_script(module: bool) -> None:
 
 
 def _tell_agent(lifeline: int, error: dict[str, Any]) -> None:
+    """Report the error that ends this worker to its agent."""
     with socket.socket(fileno=os.dup(lifeline)) as line:
         line.sendall(json.dumps(error).encode())
 
 
 if __name__ == "__main__":
-    # Signals to the process group are the agent's to handle; we end when its socket closes.
+    # The agent handles signals to the process group. The zygote ends when the agent's socket closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

@@ -1,1 +1,1 @@
-"""Operations that all workers commit exactly once, and what a new generation settles on."""
+"""Operations that all workers commit exactly once, and the decision on which state a new generation goes on with."""

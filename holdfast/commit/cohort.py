@@ -1,4 +1,14 @@
-"""This worker's view of the workers it trains with: carries operations through, and gets into the next generation."""
+"""The cohort: this worker's view of the workers it trains with. It commits operations and enters generations.
+
+An operation is committed in three parts. Each worker *attempts* it: it computes a result and changes nothing that
+lasts. Then all *vote*: the vote succeeds for a worker only when it has heard from every other, so it proves that all
+hold the result. Each worker that sees it succeed *applies* the result.
+
+A worker may be lost at any point of this. Then the others regroup: each shows its standing (how many operations it has
+committed, and whether it has voted for the next one), and ``settle`` decides. If anybody has applied the operation, the
+vote had succeeded, so all who voted hold the result and *roll forward*: they apply it now, without computing. If nobody
+has, all *drop* their attempts, and do the operation again. So each operation is applied exactly once by everybody.
+"""
 
 from __future__ import annotations
 
@@ -31,45 +41,45 @@ class Traffic:
     sent: int = 0
 
 
-class Arrangement(Protocol):
-    """Whoever keeps this worker's state, and gets it ready for a generation (``recovery.arrange``)."""
+class StateKeeper(Protocol):
+    """The keeper of this worker's state, which gets it ready for a generation (``recovery.arrange.Arranger``)."""
 
     @property
     def minimum(self) -> int:
-        """How many workers it takes to hold the model."""
+        """The smallest number of workers that can hold the model."""
 
     def account(self) -> Account:
-        """Return what this worker holds."""
+        """Return a description of the state that this worker holds."""
 
     def holds(self, units: Collection[int]) -> bool:
         """Whether all of these units are here."""
 
     def hold_nothing(self) -> None:
-        """Note that what is here is not the run's state."""
+        """Note that the values in this worker's memory are not the run's state."""
 
     def inform(self, group: Group, generation: Generation, settlement: Settlement) -> None:
-        """Afterwards everybody knows where the run is."""
+        """Tell newcomers where the run is: step, settings, costs of the layers."""
 
     def bring_back(self, group: Group, generation: Generation, settlement: Settlement) -> Settlement:
-        """Compute again what nobody holds any more; return who holds it then."""
+        """Compute lost units again; return the settlement with their new holders."""
 
     def provide(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
-        """Give everybody a place, and what it needs there."""
+        """Give every worker a place in the layout, and the state that it lacks there."""
 
     def let_go(self) -> None:
-        """After the first vote of a generation: free what is not of this worker's place."""
+        """Free the layers that are not of this worker's place. Called after the first vote of a generation."""
 
 
 class Cohort:
-    """This worker's view of the workers it trains with, and of what they have committed together.
+    """This worker's view of the workers it trains with, and of the operations they have committed together.
 
-    ``connect`` forms the group of a generation; tests have groups of their own.
+    ``connect`` forms the group of a generation; tests pass groups of their own.
     """
 
     def __init__(
         self,
         membership: Membership,
-        arrangement: Arrangement,
+        keeper: StateKeeper,
         device: torch.device,
         events: Events,
         *,
@@ -77,22 +87,22 @@ class Cohort:
     ) -> None:
         self.membership = membership
         self.group: Group | None = None
-        self.everybody_leaves = False  # as the last vote said
-        self._arrangement = arrangement
+        self.everybody_leaves = False  # result of the last vote
+        self._keeper = keeper
         self._device = device
         self._events = events
         self._connect = connect
-        self._leaves = False  # as this worker has told the others
-        self._operation: int | None = None  # None until the state is the cohort's
-        self._voted: Operation | None = None
-        self._doing = ""
-        self._result: float | None = None
+        self._leaves = False  # this worker has said in its last vote that it was asked to leave
+        self._operation: int | None = None  # number of committed operations; None until this worker has the state
+        self._voted: Operation | None = None  # operation that it has voted for and not yet applied or dropped
+        self._doing = ""  # kind of the operation in hand
+        self._result: float | None = None  # value of the last operation
         self._ended = 0  # the newest generation known to be over
-        self._stop_at_boundary = False
-        self._first_of_generation = False
+        self._stop_at_boundary = False  # somebody joins or leaves at the next boundary
+        self._first_of_generation = False  # the next commit is the first of its generation
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
-        self._sent = 0  # bytes, in past generations
-        self._called = False  # a meeting, for somebody who wants to join or leave
+        self._sent = 0  # bytes sent in past generations
+        self._called = False  # the generation was ended for somebody who wants to join or leave
         self._entered: list[Entered] = []
         membership.on_break(self._broken)
 
@@ -107,12 +117,12 @@ class Cohort:
 
     @property
     def size(self) -> int:
-        """How many workers train."""
+        """The number of workers that train."""
         return 1 if self.group is None else self.group.size
 
     @property
     def workers(self) -> list[str]:
-        """Who trains, as far as this worker knows."""
+        """The names of the workers that train, as far as this worker knows."""
         return [] if self.group is None else self.group.generation.workers
 
     @property
@@ -122,12 +132,12 @@ class Cohort:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was committed: from then on what survivors hold is the run's state."""
+        """Whether anything was committed. From then on the survivors' state is the run's state."""
         return bool(self._operation)
 
     @property
     def stops(self) -> bool:
-        """Whether somebody joins or leaves at the next boundary, as all have voted."""
+        """Whether somebody joins or leaves at the next boundary. All workers agree on it: they have voted on it."""
         return self._stop_at_boundary
 
     @property
@@ -136,7 +146,7 @@ class Cohort:
         return 0 if self.group is None else self.group.generation.number
 
     def _broken(self, number: int) -> None:
-        """Called from another thread: the generation is over, whatever we are doing in it."""
+        """Abort the group of a generation that is over. Called from the membership's thread."""
         self._ended = max(self._ended, number)
         group = self.group
         if group is not None and group.generation.number <= number:
@@ -145,15 +155,15 @@ class Cohort:
     # --- operations ------------------------------------------------------------------------------
 
     def boundary(self) -> None:
-        """Between two steps: take part for the first time, let joiners in and leavers out."""
+        """Regroup between two steps if this worker has no group yet, or somebody joins or leaves here."""
         if self.group is None or self._stop_at_boundary:
             self._called = False
             self._regroup(boundary=True, broken=False)
 
     def call_if_wished(self) -> None:
-        """Where votes are far apart: if somebody wants to join or leave, end the generation, so that all meet soon.
+        """End the generation if somebody wants to join or leave. For replicas that vote seldom: so they meet soon.
 
-        The wish is remembered for that vote: the coordinator may tell the next generation of it later.
+        The wish is remembered for the next vote, because the coordinator may tell the next generation of it later.
         """
         assert self.group is not None
         if not self._called and any(self.membership.wishes()):
@@ -161,11 +171,14 @@ class Cohort:
             self.group.abort("somebody wants to join or leave")
 
     def rejoin(self) -> None:
-        """After ``Broken`` where there was nothing to vote on: get into the next generation."""
+        """Enter the next generation after ``Broken``, where there was nothing to vote on."""
         self._regroup(boundary=False, broken=True)
 
     def commit(self, operation: Operation) -> float:
-        """Carry an operation through, however often it takes; return the sum of all workers' values."""
+        """Attempt an operation until it is committed; return the sum of all workers' values.
+
+        Raises ``UsageError`` if workers vote on different operations, and whatever the operation's methods raise.
+        """
         before = self._operation
         assert self.group is not None
         assert before is not None
@@ -174,15 +187,17 @@ class Cohort:
         while self._operation == before:
             if self._succeeds(operation):
                 self._apply(operation)
-            else:  # not where the exception is: its frames would keep the broken attempt's memory
+            else:  # outside of the except clause: the exception's frames would keep the broken attempt's memory
                 if self._voted is None:
                     operation.drop()
+                # Once it has voted it must keep the result: another worker may have seen the vote succeed.
                 self._regroup(boundary=False, broken=True)
         self._doing = ""
         assert self._result is not None
         return self._result
 
     def _succeeds(self, operation: Operation) -> bool:
+        """Attempt and vote; return whether the vote succeeded."""
         assert self.group is not None
         try:
             self._result = self._vote(operation, operation.attempt(self.group))
@@ -191,7 +206,10 @@ class Cohort:
         return True
 
     def _vote(self, operation: Operation, values: list[float]) -> float:
-        """Whoever gets through here knows that every member holds the operation's complete result."""
+        """Vote for an operation; return the sum of all values. Raises ``Broken`` if somebody is not heard.
+
+        A worker that returns from here knows that every member holds the operation's complete result.
+        """
         assert self.group is not None
         joiners, self._leaves = self.membership.wishes()
         joiners = joiners or self._called
@@ -205,12 +223,13 @@ class Cohort:
         refuse_to_differ(marks, squares, self.group.size)
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
-        # Those who would stay cannot hold the model: better all save and end than some for nothing.
-        too_few = self.group.size - leaving < self._arrangement.minimum and not joining
+        # If the workers that stay cannot hold the model, all save and end together.
+        too_few = self.group.size - leaving < self._keeper.minimum and not joining
         self.everybody_leaves = leaving > 0 and (leaving == self.group.size or too_few)
         return tree_sum(sums)
 
     def _apply(self, operation: Operation) -> None:
+        """Apply an operation whose vote has succeeded. After a generation's first one, recovery is over."""
         assert self._operation is not None
         assert self._result is not None
         assert self.group is not None
@@ -219,19 +238,25 @@ class Cohort:
         self._operation += 1
         if self._first_of_generation:
             self._first_of_generation = False
-            self._arrangement.let_go()
+            self._keeper.let_go()
             self._free_closed_groups()
             self.membership.progressed(self.group.generation, self._operation)
 
     def _free_closed_groups(self) -> None:
-        """Ten milliseconds each, under the interpreter's lock: not while survivors recover."""
+        """Free the groups of past generations, in a thread.
+
+        Gloo takes ten milliseconds for each, under the interpreter's lock, so it is not done while survivors recover.
+        """
         closed, self._closed = self._closed, []
         threading.Thread(target=closed.clear, daemon=True).start()
 
     # --- generations -----------------------------------------------------------------------------
 
     def _regroup(self, *, boundary: bool, broken: bool) -> None:
-        """Give up the current generation and get into the next one that becomes whole."""
+        """Leave the current generation, and try generations until one can be entered.
+
+        ``boundary``: this worker is between two steps. ``broken``: the current generation failed.
+        """
         while True:
             if self.group is not None:
                 self.group.close()
@@ -250,8 +275,9 @@ class Cohort:
                 broken = True
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
+        """Return what this worker shows to get into the next generation."""
         account = dataclasses.replace(
-            self._arrangement.account(),
+            self._keeper.account(),
             doing=self._doing,
             result=self._result,
             everybody_leaves=self.everybody_leaves,
@@ -261,21 +287,26 @@ class Cohort:
             voted=self._voted is not None,
             boundary=boundary,
             broken=broken,
-            # Not a wish since then: those who leave together must have voted on it.
+            # A wish that came after the last vote waits: workers that leave together must have voted on it.
             leaving=self._leaves or self.everybody_leaves,
             payload=account.to_json(),
         )
 
     def _enter(self, generation: Generation) -> None:
-        """Connect, settle, and get what this worker's place needs. ``Broken`` may fly through it."""
+        """Connect, settle, and get the state that this worker's place needs. May raise ``Broken`` at any point.
+
+        The order matters. Sides are taken first, so that state counts as the settlement says even if a later part
+        breaks. Newcomers are told where the run is before layers are computed again or copied, since both depend
+        on it.
+        """
         self.group = group = self._join(generation)
         settlement = settle(generation.standings)
         self._take_sides(generation, settlement)
-        self._arrangement.inform(group, generation, settlement)
+        self._keeper.inform(group, generation, settlement)
         if settlement.begins is None:
-            self._operation = settlement.operation  # what is held from here on counts, even if this breaks
-        settlement = self._arrangement.bring_back(group, generation, settlement)
-        traffic = self._arrangement.provide(group, generation, settlement)
+            self._operation = settlement.operation  # units that arrive from here on count, even if a later part breaks
+        settlement = self._keeper.bring_back(group, generation, settlement)
+        traffic = self._keeper.provide(group, generation, settlement)
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
@@ -294,17 +325,22 @@ class Cohort:
         )
 
     def _join(self, generation: Generation) -> Group:
+        """Connect with the members of a generation. Raises ``Broken`` if it ends meanwhile."""
         store = None if len(generation.members) == 1 else self.membership.store(generation)
         group = self._connect(generation, self.membership.worker, store, self._device)
-        self.group = group  # from here on it can be aborted
+        self.group = group  # from here on ``_broken`` can abort it
         self.membership.formed()
-        if self._ended >= generation.number:  # it ended before there was a group to abort
+        if self._ended >= generation.number:  # ``_broken`` was called before there was a group to abort
             group.abort("the generation ended while it formed")
         group.check()
         return group
 
     def _take_sides(self, generation: Generation, settlement: Settlement) -> None:
-        """Roll forward or drop, as the settlement says."""
+        """Roll forward or drop the operation that this worker has voted for, as the settlement says.
+
+        Raises ``Broken`` if the drop has lost units that this worker had said it holds: an eager update that could
+        not be undone. The next standing then shows what is left.
+        """
         worker = self.membership.worker
         if worker in settlement.forward:
             self._roll_forward(generation, settlement)
@@ -315,13 +351,17 @@ class Cohort:
         newest = [account_of(s) for s in generation.standings.values() if s.operation == settlement.operation]
         known = bool(newest) and all(account.everybody_leaves for account in newest)
         self.everybody_leaves = known and not settlement.newcomers
-        if not self._arrangement.holds(settlement.held[worker]):  # it was to be taken back, and could not be
+        if not self._keeper.holds(settlement.held[worker]):
             raise Broken("this worker does not hold what it had said")
         if settlement.begins is not None or worker in settlement.newcomers:
-            self._operation = None  # until it knows where the run is
-            self._arrangement.hold_nothing()
+            self._operation = None  # until it was told where the run is
+            self._keeper.hold_nothing()
 
     def _roll_forward(self, generation: Generation, settlement: Settlement) -> None:
+        """Apply the operation that this worker has voted for: another member saw the vote succeed.
+
+        This worker may not have heard all ballots, so it takes the sum from a member that has.
+        """
         operation = self._voted
         assert operation is not None, "only a worker that has voted can roll forward"
         newest = next(s for s in generation.standings.values() if s.operation == settlement.operation)
@@ -329,6 +369,6 @@ class Cohort:
         assert account.result is not None
         self._result = account.result
         operation.apply(account.result)
-        self._arrangement.let_go()  # others saw the vote succeed: everybody had what it needed
+        self._keeper.let_go()  # the vote succeeded, so every member had all that it needed
         self._voted = None
         self._operation = settlement.operation

@@ -1,8 +1,9 @@
-"""Operations: what all workers do together, exactly once, whoever is lost on the way.
+"""Operations: things that all workers do together, exactly once, even if some workers are lost meanwhile.
 
-A training step, an evaluation, a checkpoint, a meeting of replicas, the end: each is an object that lives with what
-it does. It is *attempted* (computed and reduced, changing nothing that lasts), *voted* on in one small exchange, and
-*applied* by whoever sees the vote succeed, or *dropped*. docs/recovery.md argues why that commits each exactly once.
+A training step, an evaluation, a checkpoint, a meeting of replicas and the end of a script are operations. Each is an
+object, defined beside the code that does the work. It is *attempted* (computed and reduced, changing nothing that
+lasts), *voted* on in one small exchange, and then *applied* by each worker that sees the vote succeed, or *dropped*.
+docs/recovery.md argues why that commits each operation exactly once.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Operation(Protocol):
-    """One operation. A subclass that has nothing to apply, or to drop, leaves these methods as they are."""
+    """One operation. A subclass that has nothing to apply, or nothing to drop, inherits these empty methods."""
 
     @property
     def kind(self) -> Kind:
-        """What it is: all workers must mean the same."""
+        """The kind of operation. The vote fails with ``UsageError`` if workers mean different kinds."""
         ...
 
     @property
     def step(self) -> int | None:
-        """After which step it comes, where workers may have made different numbers of them."""
+        """The step after which it comes, where replicas train apart and may have made different numbers of steps."""
         return None
 
     def attempt(self, group: Group) -> list[float]:
-        """Do this worker's part; return its values, zero where others compute them. ``Broken`` may fly through it.
+        """Do this worker's part; return its values, zero where others compute them. May raise ``Broken``.
 
-        Nothing that lasts may change. May be called again, with another group, after ``drop``.
+        It must change nothing that lasts. It may be called again, with another group, after ``drop``.
         """
         ...
 
     def apply(self, value: float) -> None:
-        """Make the last attempt last: all have voted for it. ``value`` is the sum of all workers' values."""
+        """Make the result of the last attempt final: all have voted for it. ``value``: the sum of all values."""
         return
 
     def drop(self) -> None:
-        """Forget the last attempt, as if it had never been."""
+        """Forget the last attempt, as if it had never happened."""
         return
 
 
 class End(Operation):
-    """The end of a script: nobody leaves before all have committed what came before it."""
+    """The end of a script. Its vote keeps every worker until all have committed everything before it."""
 
     kind: Kind = "end"
 
@@ -55,7 +56,7 @@ class End(Operation):
 
 
 class Begin(Operation):
-    """The first operation where steps are not voted on: from here on what survivors hold is the run's state."""
+    """The first operation of a run whose steps are not voted on. After it, the survivors' state is the run's state."""
 
     kind: Kind = "sync"
 
@@ -64,17 +65,23 @@ class Begin(Operation):
 
 
 def name_of(operation: Operation) -> str:
-    """Return what all workers must mean, in words."""
+    """Return the operation's kind and step as text."""
     return operation.kind if operation.step is None else f"{operation.kind} after step {operation.step}"
 
 
 def mark_of(operation: Operation) -> int:
-    """Return the same as a number. Its square is exact, and so is the sum of thousands of them."""
+    """Return the operation's kind and step as a number.
+
+    It is small enough that the sum of thousands of its squares is exact in float64.
+    """
     return 1 + KINDS.index(operation.kind) + 16 * ((operation.step or 0) % 2**16)
 
 
 def refuse_to_differ(marks: float, squares: float, size: int) -> None:
-    """Raise ``UsageError``, on all workers, if the sums of everybody's mark and of their squares show different marks.
+    """Raise ``UsageError`` on all workers if they voted on different operations.
+
+    ``marks`` is the sum of all marks, ``squares`` that of their squares, ``size`` the number of workers. All marks are
+    equal exactly if marks² = squares · size (Cauchy-Schwarz), so a sum is enough to find a difference.
 
     >>> refuse_to_differ(7 + 7, 49 + 49, 2)
     >>> refuse_to_differ(6 + 8, 36 + 64, 2)

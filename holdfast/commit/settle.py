@@ -1,7 +1,7 @@
-"""What a new generation has to do before it can train: pure functions of its members' standings.
+"""Settling: pure functions that decide, from the members' standings, where a new generation goes on.
 
-Which state survives is decided here and nowhere else. Members of a new generation call ``settle``; the coordinator,
-which knows nothing of state, asks ``judge``.
+Which state survives is decided here and nowhere else. Every member of a new generation calls ``settle`` with the same
+standings and so gets the same answer. The coordinator, which knows nothing of state, asks ``judge``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from holdfast.cluster.membership import Judgement, Standing, newest_of, worker_o
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a worker says of its state in the payload of its standing. Units are the parts that state is made of."""
+    """A worker's description of its state, in the payload of its standing. State is made of numbered units."""
 
-    doing: str = ""  # what the operation in hand is ("step" …); "" if it has not begun any
-    result: float | None = None  # value of the last committed operation, for those that roll forward to it
-    everybody_leaves: bool = False  # as its last vote said
-    resumable: bool = False  # if nobody holds the state any more, a checkpoint may
-    units: int = 0  # how many there are in all
-    held: tuple[int, ...] = ()  # units that it holds as they are after the last committed operation
-    next: tuple[int, ...] = ()  # units that it would hold after the operation it has voted for
-    undone: tuple[int, ...] = ()  # units updated before the vote in hand and taken back: right but for rounding
-    logged: bool = False  # it has kept what it takes to compute others' layers again
-    profiled: bool = False  # it knows what the layers cost
-    step: int = 0  # how many steps it has made, where replicas train apart and may have made different numbers
+    doing: str = ""  # kind of the operation it is in ("step" …); "" if it has not begun one
+    result: float | None = None  # value of its last committed operation, for workers that roll forward to it
+    everybody_leaves: bool = False  # result of its last vote
+    resumable: bool = False  # it has a checkpoint folder, to begin again from if the state is lost
+    units: int = 0  # number of units of the whole model
+    held: tuple[int, ...] = ()  # units that it holds, as they are after its last committed operation
+    next: tuple[int, ...] = ()  # units that it will hold if the operation it has voted for is applied
+    undone: tuple[int, ...] = ()  # units that were updated before the vote and undone: equal up to rounding
+    logged: bool = False  # its log is complete, so that others' layers can be computed again
+    profiled: bool = False  # it knows the costs of the layers
+    step: int = 0  # its number of steps: replicas that train apart may have made different numbers
 
     def to_json(self) -> dict[str, Any]:
         """Return the payload of a standing; fields at their defaults are left out."""
@@ -48,18 +48,18 @@ def account_of(standing: Standing) -> Account:
 
 @dataclass(frozen=True, kw_only=True)
 class Settlement:
-    """Where everybody will stand: who rolls forward, who holds which units then, who begins, and why."""
+    """The decision where a generation goes on: from which operation, with whose state, and why."""
 
-    operation: int
-    forward: tuple[str, ...]
-    held: Mapping[str, frozenset[int]]  # the units that each worker holds, as they are after ``operation``
-    newcomers: tuple[str, ...]  # those who do not know yet where the run is
-    begins: str | None  # the worker whose initial state, or checkpoint, is everybody's: nothing was committed yet
+    operation: int  # number of operations that are committed
+    forward: tuple[str, ...]  # workers that roll forward: they apply the operation that they have voted for
+    held: Mapping[str, frozenset[int]]  # by worker: the units it holds as they are after ``operation``
+    newcomers: tuple[str, ...]  # workers that do not know yet where the run is
+    begins: str | None  # before the first commit: the worker whose initial state, or checkpoint, all take over
     reason: str
     lost: tuple[int, ...] = ()  # units of a trained state that nobody holds any more
-    replayable: bool = False  # whether they may come back from records: those who have trained know best
-    undone: tuple[int, ...] = ()  # units that somebody has updated too early, and taken back
-    inexact: tuple[int, ...] = ()  # those of which nobody has an untouched copy: they are as before but for rounding
+    replayable: bool = False  # whether lost units may be computed again: all who have trained have complete logs
+    undone: tuple[int, ...] = ()  # units that some worker has updated before the vote, and undone
+    inexact: tuple[int, ...] = ()  # units without an untouched copy: their values are equal up to rounding
 
     @property
     def teller(self) -> str:
@@ -70,8 +70,9 @@ class Settlement:
 def settle(standings: Mapping[str, Standing]) -> Settlement:
     """Settle on the newest committed operation.
 
-    If anybody has committed operation t, everybody had voted for it and holds its result: those who
-    have not committed it roll forward. If nobody has, nobody ever will: all drop it and do it again.
+    A vote succeeds only if everybody has voted yes, and a worker votes only when it holds the operation's result. So
+    if anybody has committed operation t, everybody holds its result, and those who have not applied it yet roll
+    forward. If nobody has committed it, nobody ever will, since its generation is over: all drop it and do it again.
 
     >>> settle({"0.0": Standing(operation=5), "0.1": Standing(operation=4, voted=True)}).forward
     ('0.1',)
@@ -124,7 +125,7 @@ def judge(standings: Mapping[str, Standing], *, trained: bool) -> Judgement:
 
 
 def _begin(order: list[str], accounts: Mapping[str, Account]) -> Settlement:
-    """Nothing was committed: the first worker's model is everybody's, unless another's is untouched."""
+    """Settle before the first commit: all take the first worker's state, or the first one's that was never updated."""
     begins = min(order, key=lambda worker: bool(accounts[worker].undone))
     return Settlement(
         operation=0,
@@ -139,7 +140,7 @@ def _begin(order: list[str], accounts: Mapping[str, Account]) -> Settlement:
 
 
 def _still_held(standing: Standing, account: Account, newest: int) -> tuple[int, ...]:
-    """The units that a worker holds as they are after ``newest``, or will when it has rolled forward."""
+    """Return the units that a worker holds as they are after ``newest``, or will hold when it has rolled forward."""
     if standing.operation == newest:
         return account.held
     return account.next if standing.operation == newest - 1 and standing.voted else ()
@@ -148,10 +149,11 @@ def _still_held(standing: Standing, account: Account, newest: int) -> tuple[int,
 def trusted(
     held: Mapping[str, frozenset[int]], undone: Mapping[str, frozenset[int]]
 ) -> tuple[dict[str, frozenset[int]], frozenset[int]]:
-    """Return whose copies count, and the units of which no untouched copy is left.
+    """Return the copies that count, by worker, and the units without an untouched copy.
 
-    Rounding differs from worker to worker, so of a unit that somebody has undone the untouched copies count; if
-    there are none, the first holder's, and all others take theirs from it. Holders come in the workers' order.
+    An undone copy may differ from worker to worker by rounding, and all copies of a unit must be alike. So if some
+    copies of a unit are untouched, only these count. If none is, only the first holder's copy counts, and the others
+    get theirs from it. Holders come in the workers' order.
 
     >>> held = {"0.0": frozenset({1, 2}), "0.1": frozenset({1, 2}), "0.2": frozenset({2})}
     >>> counts, inexact = trusted(held, {"0.0": frozenset({1, 2}), "0.1": frozenset({1, 2})})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,7 +231,8 @@ async def _perform(
     settings: AgentSettings, zygote: socket.socket, plan: Sequence[Kill], story: Story, show: Show
 ) -> int:
     """Run an agent, the narrator and the killer in one event loop; return the agent's exit code."""
-    agent = Agent(settings, zygote=zygote, say=show.tell)
+    complain = functools.partial(print, file=sys.stderr, flush=True)
+    agent = Agent(settings, zygote=zygote, say=show.tell, complain=complain)
     news = Tail(settings.log_dir / "events.jsonl")
 
     def narrate() -> None:

@@ -1,7 +1,8 @@
-"""Past steps of some layers, computed once more: from records of what their neighbours gave them then.
+"""Repetition of past steps of some layers, from records of the inputs and gradients that their neighbours sent.
 
-All workers share the micro-batches, as in data parallelism: there are no neighbours to wait for. In exact mode the
-result is that of the first time, to the last bit, because neither the cut into stages nor who computes what matters.
+All workers share the micro-batches, as in data parallelism: the records stand in for the neighbours. In exact mode the
+result is bit for bit that of the first time, because it depends neither on the cut into stages nor on who computes
+what.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from holdfast.engine.pipe import describe
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.stage import Neighbours, Post, Stage
 from holdfast.engine.update import Terms
-from holdfast.log.record import Direction, Keeper, Key, Message, Recorder
+from holdfast.log.record import Direction, Key, Message, Recorder, RecordKeeper
 from holdfast.plan.layout import Role
 
 
 class Again:
-    """Computes these layers' part of one step after the other; ``find`` gives the value of a record.
+    """Computes some layers' part of one past step after the other.
 
-    The first ``workers`` compute. What the layers give their neighbours goes into the log once more: whoever
-    gave it the first time is lost.
+    ``spans``: the layers, as ranges between logged boundaries. ``find`` returns the value of a record. The first
+    ``workers`` ranks compute. The outputs of the layers are logged again, because the worker that logged them the
+    first time is lost.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class Again:
         find: Callable[[Key], Any],
         *,
         workers: int,
-        log: Keeper,
+        log: RecordKeeper,
     ) -> None:
         self._engine = engine
         self._group = group
@@ -54,7 +56,10 @@ class Again:
         self._apart = {number for number, tie in ties if tie.is_cut(self._recorder.logged)}
 
     def attempt(self, step: int, shares: Sequence[range]) -> None:
-        """The gradients of one step, whose micro-batches are shared out. They may still be on their way to others."""
+        """Compute the gradients of one step. ``shares``: the micro-batches of each rank.
+
+        Gradients may still be on their way to other workers when it returns: vote before ``apply``.
+        """
         if not self._computes:
             return
         collector, order = self._engine.collector, self._engine.order
@@ -74,18 +79,18 @@ class Again:
         self._tie(step)
 
     def apply(self, terms: Terms) -> None:
-        """The update that the step ended with: after a vote, for it writes into what was sent."""
+        """Repeat the update that the step ended with. It writes into gradients that were sent: vote before it."""
         if self._computes:
             self._engine.update.repeat(terms)
             self.drop()
 
     def drop(self) -> None:
-        """Forgets the gradients, whether the attempt ended well or broke."""
+        """Forget the gradients, after an update or a broken attempt."""
         self._engine.collector.end()
         self._engine.ties.forget()
 
     def _tie(self, step: int) -> None:
-        """Of a shared weight's uses, those that are not computed again are known from records."""
+        """Add up the gradients of shared weights. Those of layers that are not computed again come from records."""
         for number, (weight, uses) in enumerate(self._engine.ties.weights):
             if not any(use.layer in self._inside for use in uses):
                 continue
@@ -105,7 +110,7 @@ class Again:
 
 
 class _Span:
-    """Consecutive layers between two boundaries whose records are there."""
+    """Consecutive layers between two logged boundaries, as a stage whose neighbours are records."""
 
     def __init__(
         self, engine: Engine, group: Group, span: range, find: Callable[[Key], Any], recorder: Recorder
@@ -130,6 +135,7 @@ class _Span:
         self._stage = Stage(group, post, neighbours, recorder)
 
     def compute(self, step: int, index: int) -> None:
+        """Run the forward and the backward pass of one micro-batch."""
         for source in (self._inputs, self._gradients):
             if source is not None:
                 source.at(step, index)
@@ -139,7 +145,7 @@ class _Span:
 
 
 class _Recorded:
-    """What a neighbour gave then."""
+    """A neighbour that sends what was recorded: the receiving end of a pipe."""
 
     def __init__(self, find: Callable[[Key], Any], boundary: int, direction: Direction) -> None:
         self._find, self._boundary, self._direction = find, boundary, direction
@@ -156,7 +162,7 @@ class _Recorded:
 
 
 class _Nobody:
-    """The neighbours have got it long ago."""
+    """A neighbour that needs nothing: it got these values the first time."""
 
     def send(self, message: Message) -> list[Any]:
         return []

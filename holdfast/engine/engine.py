@@ -1,4 +1,4 @@
-"""A training step on one worker: micro-batches in, reduced gradients out, then the update."""
+"""The engine: computes one worker's part of a training step, reduces the gradients, and makes the update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.engine.statistics import RunningStatistics
 from holdfast.engine.tied_gradients import Ties
 from holdfast.engine.update import Update
 from holdfast.errors import LossNotFinite, UsageError
-from holdfast.log.record import Keeper, Recorder
+from holdfast.log.record import Recorder, RecordKeeper
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.timeline import one_forward_one_backward
 from holdfast.rng import seed_everything, seed_of
@@ -36,7 +36,12 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Engine:
-    """Computes steps. Knows nothing of failures but that ``Broken`` may fly through it at any time."""
+    """Computes steps. Of failures it knows only that ``Broken`` may be raised at any time.
+
+    ``loss(output, target)`` returns the mean over the samples. ``order`` says which samples each micro-batch has.
+    ``exact``: results must not depend on the layout. ``autocast``: the dtype of the forward pass; None: as the model.
+    ``log`` keeps what is sent across logged boundaries; None: no log.
+    """
 
     def __init__(
         self,
@@ -49,7 +54,7 @@ class Engine:
         collate: Callable[[list[Any]], Any],
         exact: bool,
         autocast: torch.dtype | None,
-        log: Keeper | None = None,
+        log: RecordKeeper | None = None,
     ) -> None:
         self.model = model
         self.update = update
@@ -62,26 +67,27 @@ class Engine:
         self.log = log
         self.layout = side_by_side(len(model.layers), 1)
         self.statistics = RunningStatistics(model)
-        self.used: list[int] = []  # the samples of the current attempt, for tests that count them
+        self.used: list[int] = []  # samples of the current attempt, for tests that count them
         self.ties = Ties(model)
         self.eager = None if update.inverse is None else Eager(model, update)
         self.holdings = Holdings(unit.number for unit in model.units if model.is_held(unit))
         self._buckets: list[Bucket] = []
         self.collector = Collector(model)
-        self._stage: Stage | None = None
-        self._norms: torch.Tensor | None = None
-        self._tells = torch.empty(0, dtype=torch.bool)  # which parameters' norms this worker tells the others
+        self._stage: Stage | None = None  # None: no place in the layout
+        self._norms: torch.Tensor | None = None  # norms of all parameters' gradients, of the current attempt
+        self._tells = torch.empty(0, dtype=torch.bool)  # by parameter: whether this worker tells the others its norm
         self.enter(self.layout, alone())
 
     def enter(
         self, layout: Layout, group: Group, *, logged: Collection[int] = (), order: Batches | None = None
     ) -> None:
-        """Compute from now on what this worker's place in the layout says, and log these boundaries.
+        """Take this worker's place in a new layout.
 
-        ``order`` says which samples the micro-batches have from now on; None: as before.
+        ``logged``: the boundaries whose records are kept. ``order``: the samples of the micro-batches from now on;
+        None: as before.
         """
         self.order = self.order if order is None else order
-        stage, self._stage = self._stage, None  # whatever happens, it is closed once
+        stage, self._stage = self._stage, None  # even if ``close`` raises, it is not closed a second time
         if stage is not None:
             stage.close()
         self.layout = layout
@@ -89,29 +95,35 @@ class Engine:
         self.recorder = None if self.log is None else Recorder(self.log, logged)
         if post is not None:
             self._stage = Stage(group, post, connect(group, post, self.model.device), self.recorder)
+        self._buckets = self._buckets_of(layout, group.rank)
+        tells = [layout.holders(layer)[0] == group.rank for layer in self._home]
+        self._tells = torch.tensor(tells, device=self.model.device)
+
+    def _buckets_of(self, layout: Layout, rank: int) -> list[Bucket]:
+        """Return the buckets that a rank reduces: parameters of consecutive layers with the same holders."""
         groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
-        places = [(r, layers) for line in layout.lines for r, layers in zip(line.ranks, line.layers, strict=True)]
+        places = [(r, layers) for line in layout.pipelines for r, layers in zip(line.ranks, line.layers, strict=True)]
         for number, layer in enumerate(self.model.layers):
             ranks = tuple(r for r, layers in places if number in layers)
             if not groups or groups[-1][0] != ranks:
                 groups.append((ranks, []))
             groups[-1][1].extend(p for p in layer.parameters() if p.requires_grad)
-        mine = [bucket for bucket in make_buckets(groups) if group.rank in bucket.ranks]
+        mine = [bucket for bucket in make_buckets(groups) if rank in bucket.ranks]
         known = {tuple(map(id, bucket.parameters)): bucket for bucket in self._buckets}
-        for bucket in mine:  # memory that is there already serves again
+        for bucket in mine:  # a bucket of the last layout lends its memory to the same one of this layout
             before = known.get(tuple(map(id, bucket.parameters)))
             if before is not None:
                 bucket.free, bucket.scratch = before.free, before.scratch
-        self._buckets = mine
-        tells = [layout.holders(layer)[0] == group.rank for layer in self._home]
-        self._tells = torch.tensor(tells, device=self.model.device)
+        return mine
 
     # --- one step --------------------------------------------------------------------------------
 
     def attempt(self, step: int, group: Group) -> list[float]:
-        """Computes this worker's share of a step and reduces the gradients with the group.
+        """Compute this worker's share of a step, and reduce the gradients with the group.
 
-        Returns the weighted losses of the step's micro-batches, zero where others computed them.
+        Returns the weighted losses of the step's micro-batches, zero where others computed them. Raises ``Broken`` if
+        a worker is lost, ``LossNotFinite`` for a loss that is NaN or infinite, and ``UsageError`` for a loss that is
+        not one number, or a forward pass that changes buffers in exact mode.
         """
         self.drop()
         self.statistics.begin()
@@ -143,12 +155,13 @@ class Engine:
         return losses
 
     def _shares(self, count: int) -> list[range]:
-        """The micro-batches of each rank: those of its pipeline."""
+        """Return the micro-batches of each rank: those of its pipeline."""
         by_line = self.layout.shares(count)
         roles = [self.layout.role(rank) for rank in range(self.layout.size)]
         return [range(0) if role is None else by_line[role.pipeline] for role in roles]
 
     def _run_schedule(self, step: int, stage: Stage, reduction: Reduction, losses: list[float]) -> None:
+        """Run the forward and backward passes of this stage, in the order 1F1B; fill in its losses."""
         share, post = reduction.share, stage.post
         ops = one_forward_one_backward(stage=post.role.stage, stages=post.stages, micro_batches=len(share))
         for op in ops:
@@ -164,7 +177,10 @@ class Engine:
                 reduction.after(index)
 
     def forward_pass(self, step: int, index: int, number: int, stage: Stage, group: Group) -> float:
-        """The weighted loss, where this stage is the last."""
+        """Run one forward pass of a stage; return the weighted loss if it is the last stage, else 0.
+
+        ``index``: the micro-batch's number in the step; ``number``: its number in the pipeline's share.
+        """
         post = stage.post
         samples, place = self.order.samples(step, index), self.order.number(step, index)
         if faults.sabotaged("repeat-sample"):
@@ -193,11 +209,13 @@ class Engine:
         return value * self._weight(step, samples)
 
     def backward_pass(self, step: int, index: int, number: int, stage: Stage) -> None:
+        """Run one backward pass of a stage. The arguments are those of ``forward_pass``."""
         faults.point("backward")
         weight = self._weight(step, self.order.samples(step, index))
         stage.backward(number, weight, skip=faults.sabotaged("skip-gradient"))
 
     def _weight(self, step: int, samples: list[int]) -> float:
+        """Return a micro-batch's share of the step's samples."""
         return len(samples) / self.order.batch_size(step)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -206,12 +224,13 @@ class Engine:
     def _through(
         self, layers: range, x: Any, targets: Any, *, step: int, index: int, between: Callable[[], None]
     ) -> Any:
-        """What these layers make of ``x``; behind the last one, the loss."""
+        """Return the output of these layers for ``x``, or the loss if the last layer is among them."""
         with self._autocast():
             output = self.model.forward(x, layers, step=step, index=index, between=between, exact=self.exact)
             return self._loss_of(output, targets) if layers.stop == len(self.model.layers) else output
 
     def _loss_of(self, output: Any, targets: Any) -> torch.Tensor:
+        """Return the user's loss. Raises ``UsageError`` if it is not one number that depends on parameters."""
         loss = self.loss(output, targets)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UsageError("loss must give one number, the mean over the samples", hint="reduction='mean'")
@@ -220,6 +239,7 @@ class Engine:
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
     def _refuse_changed_buffers(self, before: dict[str, tuple[torch.Tensor, int]]) -> None:
+        """Raise ``UsageError``, in exact mode, if the forward pass has changed a buffer."""
         if not self.exact:
             return
         for name, (buffer, version) in self.model.buffer_versions().items():
@@ -230,7 +250,10 @@ class Engine:
                 )
 
     def _all_norms(self, group: Group) -> torch.Tensor | None:
-        """The norms of all parameters' gradients, where some are elsewhere: each told by one who has it."""
+        """Return the norms of all parameters' gradients, if they are needed and some gradients are on other workers.
+
+        The first holder of each parameter tells its norm; the others add zero.
+        """
         if self.update.clip_norm is None or self.layout.is_whole:
             return None
         norms = self.update.norms().masked_fill_(~self._tells, 0.0)
@@ -244,7 +267,7 @@ class Engine:
         return [homes[id(p)] for p in self.model.trainable]
 
     def apply(self, step: int) -> None:
-        """The update with the gradients of the last attempt, unless it was made then."""
+        """Update with the gradients of the last attempt. An eager update is done already: make it final."""
         faults.point("update")
         terms = self.update.apply(step=step, norms=self._norms) if self.eager is None else self.eager.commit()
         if self.log is not None:
@@ -256,17 +279,18 @@ class Engine:
         seed_everything(seed_of(self.order.seed, step, "after"), self.model.device)
 
     def drop(self) -> None:
-        """Forget the gradients of the last attempt, and what was updated with them before it counts."""
+        """Forget the gradients of the last attempt, and undo its eager updates."""
         self.statistics.restore()
         if self.eager is not None:
             self.collector.stop()
             self._undo(self.eager)
         self.collector.end()
         if self._stage is not None:
-            self._stage.finish()  # activations of a broken attempt, when memory may be needed for layers
+            self._stage.finish()  # frees the activations of a broken attempt: recovery may need the memory
         self.ties.forget()
 
     def _undo(self, eager: Eager) -> None:
+        """Undo the eager updates. Torn units do not count as held any more."""
         undone = eager.undo()
         self.holdings.take_back(undone.units, torn=undone.torn)
         for unit in undone.torn:
@@ -275,7 +299,10 @@ class Engine:
     # --- evaluation ------------------------------------------------------------------------------
 
     def evaluate(self, data: Dataset, measure: Loss, group: Group) -> list[float]:
-        """Weighted values of this worker's share of an evaluation, zero where others compute them."""
+        """Return the weighted values of this worker's share of an evaluation, zero where others compute them.
+
+        ``measure(output, target)`` returns the mean over the samples. Raises ``UsageError`` for empty data.
+        """
         if len(data) == 0:
             raise UsageError("there is nothing to evaluate: the data set is empty")
         order = Order(
@@ -317,6 +344,7 @@ class Engine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
+        """Set the model to evaluation, without gradients, and back to training."""
         self.model.train(False)
         try:
             with torch.no_grad():
@@ -327,7 +355,7 @@ class Engine:
 
 
 def label_of(module: nn.Module, order: Order, **settings: Any) -> str:
-    """What must be equal on all workers, in words: they show it when they join."""
+    """Return the description of a training that must be equal on all workers. They show it when they join."""
     parameters = sum(p.numel() for p in module.parameters())
     capability = torch.backends.cpu.get_cpu_capability()
     shown = {"parameters": parameters, **settings, **asdict(order), "threads": torch.get_num_threads()}

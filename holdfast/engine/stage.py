@@ -61,7 +61,7 @@ def post_of(layout: Layout, rank: int) -> Post | None:
     role = layout.role(rank)
     if role is None:
         return None
-    ranks = layout.lines[role.pipeline].ranks
+    ranks = layout.pipelines[role.pipeline].ranks
     return Post(
         role=role,
         stages=len(ranks),

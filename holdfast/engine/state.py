@@ -1,6 +1,6 @@
-"""The state of a run, unit by unit: for who lacks some of it, for checkpoints, and for the hash that proves exactness.
+"""The state of a run, unit by unit: for workers that lack some of it, for checkpoints, and for its hash.
 
-A worker holds some layers. What several workers hold adds up: to one checkpoint, and to one hash, the same as
+A worker may hold only some layers. The parts of several workers combine to one checkpoint and one hash, the same as
 those of a worker that holds everything.
 """
 
@@ -26,11 +26,11 @@ Digests = Mapping[str, str]
 
 
 class State:
-    """Reads and writes what this worker holds of the model and the optimizer, and what all workers share.
+    """Reads and writes this worker's units of the model and the optimizer, and the state that all workers share.
 
-    ``progress`` is whatever else a joiner needs to know, such as the step. What has memory is filled, but only what
-    ``holdings`` lists is read: memory whose values never came must not be taken for state. Without ``holdings``,
-    all that has memory counts.
+    ``progress`` has what else a joiner needs to know, such as the step. Any unit with memory may be written, but only
+    units in ``holdings`` are read: memory whose values never arrived must not be taken for state. Without ``holdings``,
+    every unit with memory counts.
     """
 
     def __init__(
@@ -51,24 +51,25 @@ class State:
         self._extra = self._names.extra()
 
     def is_held(self, unit: Unit) -> bool:
-        """Whether a unit is here, as it should be."""
+        """Whether this worker holds a unit with the run's values."""
         return self.model.is_held(unit) if self._holdings is None else unit.number in self._holdings.held
 
     # --- from worker to worker -------------------------------------------------------------------
 
     def common(self) -> Any:
-        """What is the same on every worker, whatever it holds."""
+        """Return the state that is the same on every worker: settings of the optimizer, and progress."""
         return {"settings": self.update.settings(), "progress": self.progress.to_json()}
 
     def set_common(self, value: Any) -> None:
+        """Take over what ``common`` returned on another worker."""
         self.update.set_settings(value["settings"])
         self.progress.take(value["progress"])
 
     def read(self, unit: Unit) -> Any:
-        """A unit that is held here."""
+        """Return the values of a unit that is held here: parameters, buffers, and the optimizer's slots."""
         assert self.is_held(unit), f"unit {unit.number} is not here"
         trained = [p for p in unit.parameters if p.requires_grad]
-        # Buffers are copied: a forward pass may change them before what is sent has arrived.
+        # Buffers are copied: a forward pass may change them while they are being sent.
         copies = [buffer.clone() for buffer in unit.buffers]
         value = {"parameters": list(unit.parameters), "buffers": copies, "slots": self.update.slots(trained)}
         if unit.number in self._extra:
@@ -78,7 +79,7 @@ class State:
 
     @torch.no_grad()
     def write(self, unit: Unit, value: Any) -> None:
-        """Puts what was read elsewhere into the memory of a unit that is held here."""
+        """Write what ``read`` returned on another worker into a unit that has memory here."""
         assert self.model.is_held(unit), f"unit {unit.number} has no memory here"
         for mine, theirs in zip(unit.tensors, [*value["parameters"], *value["buffers"]], strict=True):
             mine.copy_(theirs)
@@ -87,12 +88,12 @@ class State:
             self.model.module.load_state_dict(value["extra"], strict=False)
 
     def forget(self) -> None:
-        """Drops what the optimizer keeps for parameters that have no memory here (any more)."""
+        """Drop the optimizer's slots of parameters that have no memory here."""
         self.update.forget([p for p in self.model.trainable if not self._names.has(p, self.model.is_held)])
 
     @contextmanager
     def others_keep_their_slots(self, units: Collection[int]) -> Iterator[None]:
-        """While these units alone are filled: who fills an optimizer clears what is not to be filled."""
+        """Keep the slots of all other units while a checkpoint fills these: loading an optimizer clears the rest."""
         filled = {p for unit in self.model.units if unit.number in units for p in unit.parameters}
         slots = self.update.optimizer.state
         kept = {p: slot for p, slot in slots.items() if p not in filled}
@@ -104,9 +105,9 @@ class State:
     # --- checkpoints -----------------------------------------------------------------------------
 
     def tree(self) -> dict[str, Any]:
-        """What a checkpoint of a run holds: what other tools expect, and what only we need.
+        """Return the content of a run's checkpoint: the sections that other tools expect, and "run" for ourselves.
 
-        Of what others hold it has names and shapes, so that the trees of all workers are one checkpoint.
+        Units of other workers are there by name and shape, so that the trees of all workers form one checkpoint.
         """
         transient = self._transient(self.is_held)
         return {
@@ -117,13 +118,16 @@ class State:
         }
 
     def targets(self, filled: Held | None = None) -> dict[str, Any]:
-        """What a checkpoint fills: units in place (all that have memory here), the rest as values for ``restore``."""
+        """Return the tree that a checkpoint is read into, for ``restore``.
+
+        Units for which ``filled`` is true are read in place; None: all that have memory here. The rest are values.
+        """
         filled = filled or self.model.is_held
         run = {"progress": None, "transient": self._transient(filled), "made_of": None}
         return {**self._sections(filled), "scheduler": None, "step": None, "run": run}
 
     def restore(self, filled: dict[str, Any]) -> None:
-        """Takes over the values that were read with ``targets``."""
+        """Take over the values that were read into ``targets``. Raises ``CheckpointError`` for another optimizer."""
         for what, before, now in zip(_MADE_OF, filled["run"]["made_of"], self._made_of(), strict=True):
             if before != now:
                 raise CheckpointError(f"the {what} was a {before} and is a {now}", hint="resume with the same one")
@@ -137,22 +141,25 @@ class State:
         return {"model": PartialModule(module=self.model.module, absent=absent), "optimizer": self.update.optimizer}
 
     def _transient(self, held: Held) -> dict[str, Any]:
-        """Buffers that a module does not want to be saved; a run that goes on exactly needs them all the same."""
-        if not self._exact:  # there they may differ between workers
+        """Return the non-persistent buffers. Modules do not save them, but a run that resumes exactly needs them."""
+        if not self._exact:  # without exactness they may differ between workers
             return {}
         return {name: one.value if one.held else _absent(one) for name, one in self._names.transient(held).items()}
 
     def _made_of(self) -> list[str]:
         return [type(getattr(self.update, what)).__name__ for what in _MADE_OF]
 
-    # --- the proof -------------------------------------------------------------------------------
+    # --- the hash --------------------------------------------------------------------------------
 
     def sha256(self, *, weights_only: bool = False) -> str:
-        """Over names, shapes and bytes of weights and buffers, and of the optimizer's slots: all must be held here."""
+        """Return the SHA-256 of names, shapes and bytes of weights, buffers and the optimizer's slots.
+
+        Raises ``HoldfastError`` if this worker does not hold all of them.
+        """
         return self.combine([self.digests(weights_only=weights_only)], weights_only=weights_only)
 
     def digests(self, *, weights_only: bool = False) -> dict[str, str]:
-        """A SHA-256 for each name that is held here: of weights and buffers, and of each parameter's slots."""
+        """Return a SHA-256 for each name that is held here: of weights and buffers, and of each parameter's slots."""
         saved = self._names.saved(self.is_held)
         found = {_MODEL + name: _digest([name, one.value]) for name, one in saved.items() if one.held}
         if not weights_only:
@@ -162,7 +169,7 @@ class State:
         return found
 
     def combine(self, parts: Sequence[Digests], *, weights_only: bool = False) -> str:
-        """The hash of the whole state from the digests of workers that together hold it."""
+        """Return the hash of the whole state from the digests of workers that together hold it."""
         names = [_MODEL + name for name in self._names.saved(self.is_held)]
         if not weights_only:
             names += [_SLOTS + name for name in self._names.trained()]
@@ -174,7 +181,9 @@ _MADE_OF = ("optimizer", "scheduler")
 
 
 def combine(names: Sequence[str], parts: Sequence[Digests], *, copies_agree: bool = True) -> str:
-    """One hash from digests that several workers have, in the order of the names.
+    """Return one hash of several workers' digests, in the order of the names.
+
+    Raises ``HoldfastError`` if a name is missing, or with ``copies_agree`` if two workers have different digests of it.
 
     >>> whole = combine(["a", "b"], [{"a": "12", "b": "34"}])
     >>> combine(["a", "b"], [{"b": "34"}, {"a": "12"}, {"b": "34"}]) == whole
@@ -192,7 +201,7 @@ def combine(names: Sequence[str], parts: Sequence[Digests], *, copies_agree: boo
 
 
 def nothing(unit: Unit) -> bool:
-    """Of ``targets``: no tensor is filled, the checkpoint is checked, and the values come."""
+    """Fill no unit: for ``targets``, to check a checkpoint and read only its values."""
     return False
 
 
@@ -209,6 +218,6 @@ def _digest(value: Any) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, whatever its dtype."""
+    """Return a tensor's bytes, of any dtype."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

@@ -1,4 +1,4 @@
-"""The update: clipping, the optimizer, the learning rate."""
+"""The update of a step: gradient clipping, the optimizer, and the learning rate's schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Schedule = Callable[[Optimizer], LRScheduler] | Callable[[int], float]
 
 
 class Inverse(Protocol):
-    """Takes back the step of an optimizer that used these gradients; ``first`` had no step before it."""
+    """A function that undoes the step of an optimizer that used these gradients.
+
+    ``first``: parameters that had no step before it.
+    """
 
     def __call__(
         self, optimizer: Optimizer, grads: Mapping[nn.Parameter, torch.Tensor], *, first: Collection[nn.Parameter]
@@ -28,16 +31,19 @@ class Inverse(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How a step was applied: what the optimizer was told, and the norm that gradients were clipped by."""
+    """The terms of a step's update: enough to repeat it with the same gradients."""
 
-    groups: list[dict[str, Any]]
-    norm: float | None
+    groups: list[dict[str, Any]]  # hyper-parameters of the optimizer's groups
+    norm: float | None  # norm of all gradients; None: they are not clipped
 
 
 class Update:
-    """Applies a step's gradients. ``schedule`` is a torch scheduler factory or a function of the step.
+    """Applies a step's gradients.
 
-    With ``inverse`` a step may also be applied in parts, and taken back.
+    ``optimizer``: a function of the parameters that makes the optimizer. ``schedule``: a function of the optimizer
+    that makes a torch scheduler, or a function of the step that returns the learning rate. ``clip_norm``: the largest
+    norm of all gradients together. With ``inverse`` a step may also be applied in parts, and undone. Raises
+    ``UsageError`` for an optimizer or a schedule that is none of these.
 
     >>> p = nn.Parameter(torch.ones(1))
     >>> update = Update([p], lambda ps: torch.optim.SGD(ps, lr=1.0), schedule=lambda step: 0.5)
@@ -69,18 +75,19 @@ class Update:
         self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
 
     def norms(self) -> torch.Tensor:
-        """The norm of each parameter's gradient, zero where there is none here."""
+        """Return the norm of each parameter's gradient, zero where there is none here."""
         found = torch.zeros(len(self.parameters), dtype=torch.float64, device=self.parameters[0].device)
         for number, p in enumerate(self.parameters):
             if p.grad is not None:
-                # In one order of memory: a gradient that was sent lies as others do not.
+                # Contiguous, because the sum's rounding depends on the memory order, and a gradient that was sent may
+                # have another order than one that was computed here.
                 found[number] = torch.linalg.vector_norm(p.grad.contiguous())
         return found
 
     def apply(self, *, step: int, norms: torch.Tensor | None = None) -> Terms:
-        """The update with the gradients that are there; returns what it takes to do it once more with the same ones.
+        """Update all parameters that have gradients; return the terms, with which ``repeat`` does the same again.
 
-        ``norms`` are everybody's, if some parameters are elsewhere.
+        ``norms``: of all parameters' gradients, if some are on other workers.
         """
         self.begin(step)
         terms = self.terms(norm=self._total(norms))
@@ -89,23 +96,23 @@ class Update:
         return terms
 
     def begin(self, step: int) -> None:
-        """The learning rate of a step."""
+        """Set the learning rate of a step, if the schedule is a function of the step."""
         if self._rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(step)
 
     def terms(self, *, norm: float | None = None) -> Terms:
-        """Copies: a scheduler may write into a learning rate that is a tensor."""
+        """Return the terms of the current step. Tensors are copied: a scheduler may write into a learning rate."""
         groups = [{k: v.clone() if torch.is_tensor(v) else v for k, v in group.items()} for group in self._groups()]
         return Terms(groups=groups, norm=norm)
 
     def end(self) -> None:
-        """All parameters are updated: the scheduler goes on to the next step."""
+        """Let the scheduler go on to the next step: all parameters are updated."""
         if self.scheduler is not None:
             self.scheduler.step()
 
     def repeat(self, terms: Terms) -> None:
-        """An update that was applied before, for parameters that were lost since; settings stay as they were then."""
+        """Repeat an update for parameters that were lost since. The optimizer keeps the settings of that step."""
         for group, values in zip(self.optimizer.param_groups, terms.groups, strict=True):
             group.update(values)
         self._step(terms.norm)
@@ -116,7 +123,10 @@ class Update:
         self.optimizer.step()
 
     def _total(self, norms: torch.Tensor | None) -> float | None:
-        """Norms of single tensors, combined in the parameters' order: the same on every layout."""
+        """Return the norm of all gradients, or None without clipping.
+
+        It combines the norms of single tensors in the parameters' order, so it is the same in every layout.
+        """
         if self.clip_norm is None:
             return None
         return float(torch.linalg.vector_norm(self.norms() if norms is None else norms))
@@ -128,12 +138,12 @@ class Update:
                 p.grad.mul_(factor.to(p.grad.dtype))
 
     def some(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Updates these parameters with their gradients. Those of others may be written at the same time."""
+        """Update these parameters only. Gradients of others may be written at the same time."""
         with self._only(parameters):
             self.optimizer.step()
 
     def undo(self, parameters: Sequence[nn.Parameter], *, first: Collection[nn.Parameter]) -> None:
-        """Takes back the update of these parameters: gradients and learning rate must still be those that it used."""
+        """Undo the update of these parameters. Gradients and learning rate must still be those that it used."""
         assert self.inverse is not None
         known = [p for p in parameters if p in self._group_of]
         grads = {p: p.grad for p in known if p.grad is not None}
@@ -141,7 +151,7 @@ class Update:
 
     @contextmanager
     def _only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Lets the optimizer see no others; its groups stay the objects that they are, for schedulers hold them."""
+        """Hide all other parameters from the optimizer. Its groups stay the same objects: schedulers refer to them."""
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
         for group in groups:
@@ -156,15 +166,16 @@ class Update:
                 group["params"] = whole
 
     def forget(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Drops what the optimizer keeps for parameters that have gone elsewhere."""
+        """Drop the optimizer's slots of parameters that have moved to other workers."""
         for p in parameters:
             self.optimizer.state.pop(p, None)
 
     def slots(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """What the optimizer keeps for these parameters."""
+        """Return the optimizer's slots of these parameters."""
         return [dict(self.optimizer.state.get(p, {})) for p in parameters]
 
     def set_slots(self, parameters: Sequence[nn.Parameter], slots: Sequence[dict[str, Any]]) -> None:
+        """Take over what ``slots`` returned on another worker."""
         for p, slot in zip(parameters, slots, strict=True):
             if slot:
                 self.optimizer.state[p] = {key: _like(value, p) for key, value in slot.items()}
@@ -172,7 +183,7 @@ class Update:
                 self.optimizer.state.pop(p, None)
 
     def settings(self) -> dict[str, Any]:
-        """Hyper-parameters of each group and the scheduler's state."""
+        """Return the hyper-parameters of each group, and the scheduler's state."""
         scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
         return {"groups": self._groups(), "scheduler": scheduler}
 
@@ -180,6 +191,7 @@ class Update:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def set_settings(self, settings: dict[str, Any]) -> None:
+        """Take over what ``settings`` returned on another worker, or earlier."""
         for group, values in zip(self.optimizer.param_groups, settings["groups"], strict=True):
             group.update(values)
         if self.scheduler is not None:
@@ -187,20 +199,24 @@ class Update:
 
 
 def _like(value: Any, p: nn.Parameter) -> Any:
-    """Slots shaped as the parameter live where it lives; counters stay on the CPU, as torch keeps them."""
+    """Move a slot that is shaped as the parameter to the parameter's device. Counters stay on the CPU, as in torch."""
     if isinstance(value, torch.Tensor) and value.shape == p.shape:
         return value.to(p.device)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without functions, which every worker has from the script."""
+    """Return a scheduler's state without functions: every worker has these from the script."""
     return {key: value for key, value in state.items() if not callable(value)}
 
 
 def _read_schedule(
     schedule: Schedule | None, optimizer: Optimizer
 ) -> tuple[LRScheduler | None, Callable[[int], float] | None]:
+    """Return the scheduler, or the function of the step, whichever ``schedule`` gives.
+
+    It is called with the optimizer first: a function of the step then fails, or returns no scheduler.
+    """
     if schedule is None:
         return None, None
     unknown: Any = schedule
@@ -210,7 +226,7 @@ def _read_schedule(
     if isinstance(made, LRScheduler):
         return made, None
     first, failure_of_step = _try(unknown, 0)
-    if failure_of_step is not None:  # neither: then the factory's own complaint is the one that helps
+    if failure_of_step is not None:  # both calls have failed: it was probably meant to make a scheduler
         raise failure or failure_of_step
     if not isinstance(first, int | float) or not math.isfinite(first):
         raise UsageError(
@@ -220,7 +236,7 @@ def _read_schedule(
 
 
 def _try(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
-    """A function of the step stumbles over an optimizer in its own way, and the other way round."""
+    """Return a function's result, or the exception that it raises."""
     try:
         return function(argument), None
     except Exception as e:

@@ -1,8 +1,9 @@
-"""The tensor log of one worker: what it sent to other stages since the last checkpoint, in memory and on disk.
+"""The tensor log of one worker: the tensors it sent to other stages since the last checkpoint, in memory and on disk.
 
-The training thread only ever appends to a dict. One thread beside it writes the oldest records to files when memory
-gets short, frees them, and removes files that are not needed any more. When that thread cannot do its work, the log is
-given up and training goes on: without it the run returns to its checkpoint.
+The training thread only appends to a dict, so logging costs it almost nothing. A second thread writes the oldest
+records to files when memory gets short, frees them, and removes files that are not needed any more. If that thread
+cannot do its work (a full disk, say), the log is given up and training goes on. After a loss, a run without a log
+returns to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from torch import Tensor
 from holdfast.errors import UsageError
 from holdfast.log.record import Message
 from holdfast.log.spill import Damaged as Damaged
-from holdfast.log.spill import Files, Place, Unspilled, size_of
+from holdfast.log.spill import RecordPlace, SpillFiles, Unspilled, size_of
 from holdfast.log.spill import clean as clean
 from holdfast.plan.log_records import Direction as Direction
 from holdfast.plan.log_records import HeldRecords, Key, holdings_of
 from holdfast.words import parse_size, size_text
 
-BATCH = 16 << 20  # bytes that are written at once, and that memory is freed by beyond what is needed
-SOON = 4 << 20  # bytes that are worth a write
-PAUSE = 0.05  # seconds in which so many may come together: each time the thread wakes up, training has to wait for it
-BEHIND = 64 << 20  # bytes that may wait for the disk, however little memory is given
-LONGEST = 10.0  # seconds that an end waits for the disk
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+BATCH = 16 << 20  # bytes of one write: few large writes are faster than many small ones
+SOON = 4 << 20  # bytes above the allowed memory that start a write at once
+PAUSE = 0.05  # seconds to collect fewer bytes than that: each wake-up of the thread takes the interpreter from training
+BEHIND = 64 << 20  # bytes that may always wait for the disk, so that a small memory limit does not end the log at once
+LONGEST = 10.0  # seconds that ``close`` waits for the disk: a hung disk must not hang the end of a run
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of a full disk, and of a used-up quota
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,28 +80,30 @@ class LogSettings:
 
 
 class _Record:
-    """Its tensors, or the place that they were written to."""
+    """One record: its tensors, or after it was spilled the place in a file."""
 
     __slots__ = ("key", "number", "place", "size", "tensors", "text")
 
     def __init__(self, key: Key, number: int, message: Message, size: int) -> None:
         self.key, self.number, self.size = key, number, size
         self.text, self.tensors = message
-        self.place: Place | None = None
+        self.place: RecordPlace | None = None
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """The records of one attempt of a step: they are forgotten together."""
+    """The records of one attempt of a step. They are forgotten together."""
 
     records: dict[Key, _Record] = field(default_factory=dict)
     waiting: deque[_Record] = field(default_factory=deque)  # in memory, the oldest first
-    bytes: int = 0
-    spilled: int = 0
+    bytes: int = 0  # of all its records
+    spilled: int = 0  # bytes of those that are on disk
 
 
 class Log:
     """One worker's records. ``keep``, ``begin``, ``drop`` and ``read`` may be called from any thread.
+
+    ``name`` names the worker in messages and files. ``say`` is called with the reason when the log is given up.
 
     >>> log = Log(LogSettings(folder=Path("unused")), name="w0", say=print)
     >>> key = Key(step=0, boundary=1, micro_batch=0, direction=Direction.FORWARD)
@@ -115,16 +118,17 @@ class Log:
         self._say = say
         self._limit = max(2 * settings.memory, BEHIND)
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # something is to be done by the thread
-        self._rest = threading.Condition(self._lock)  # nothing is
+        self._work = threading.Condition(self._lock)  # notified when the thread has something to do
+        self._rest = threading.Condition(self._lock)  # notified when the thread has nothing left to do
         self._thread: threading.Thread | None = None
         self._resting = True
-        self._hurry = 0  # how many wait for the thread to rest
+        self._hurry = 0  # callers of ``settle`` that wait for the thread to rest
         self._closed = False
         self._number = 0
-        self._files = Files(Path(settings.folder), name)  # the thread's own
-        self._useless: str | None = None  # why
-        self._epoch = 0  # how often everything was forgotten
+        self._files = SpillFiles(Path(settings.folder), name)  # the thread's own
+        self._useless: str | None = None  # the reason why the log was given up; None while it is complete
+        # Counts how often everything was forgotten. The thread compares it, to notice that its work is out of date.
+        self._epoch = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -132,18 +136,18 @@ class Log:
         self._terms: dict[int, Any] = {}
         self._trash: list[Iterable[_Record]] = []  # forgotten, but their memory and their files are not free yet
         self._bytes = self._spilled = 0
-        self._held = 0  # bytes that are in memory, trash too
+        self._held = 0  # bytes in memory, with those of the trash
 
     # --- keeping ---------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """A step is attempted (again): what is there of it, or of later ones, is forgotten."""
+        """Begin an attempt of ``step``: forget the records of it and of later steps that an earlier attempt left."""
         with self._lock:
             self._forget_steps([known for known in self._steps if known >= step])
             self._terms = {known: terms for known, terms in self._terms.items() if known < step}
 
     def drop(self, before: int) -> None:
-        """A checkpoint of step ``before`` is durable: older steps will never be asked for again."""
+        """Forget the steps before ``before``: a checkpoint of that step is durable, so nobody will ask for them."""
         with self._lock:
             self._forget_steps([known for known in self._steps if known < before])
             self._terms = {known: terms for known, terms in self._terms.items() if known >= before}
@@ -158,7 +162,10 @@ class Log:
             self._wake()
 
     def keep(self, key: Key, message: Message) -> None:
-        """Nobody may write into the tensors any more: they are not copied."""
+        """Keep a record. Its tensors are not copied, so nobody may write into them any more.
+
+        If there is no room for it, the whole log is given up. Nothing is raised.
+        """
         size = size_of(message)
         with self._lock:
             if self._useless is not None:
@@ -175,6 +182,7 @@ class Log:
         self._give_up(trouble, epoch)
 
     def _no_room(self, size: int) -> str | None:
+        """Return why ``size`` more bytes cannot be kept, or None if they can."""
         budget = self.settings.budget
         if budget is not None and self._bytes + size > budget:
             return f"it would hold {size_text(self._bytes + size)}, and its budget is {size_text(budget)}"
@@ -197,7 +205,7 @@ class Log:
         self._held += size
 
     def _take_out(self, step: _Step, old: _Record) -> None:
-        """Another record takes its place."""
+        """Take a record out, because another one of the same key replaces it."""
         spilled = old.size if old.place is not None else 0
         step.bytes -= old.size
         step.spilled -= spilled
@@ -207,15 +215,18 @@ class Log:
         self._wake()
 
     def note(self, step: int, terms: Any) -> None:
-        """Small values of a step, to be had as long as its records."""
+        """Keep small values of a step, for as long as its records."""
         with self._lock:
             if self._useless is None:
                 self._terms[step] = terms
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- reading ---------------------------------------------------------------------------------
 
     def read(self, key: Key) -> Message:
-        """What was kept, or ``Damaged``. The tensors may be the very ones, not to be written into; else on the host."""
+        """Return the record of ``key``. Raises ``Damaged`` if it is missing, or its file is not what was written.
+
+        Do not write into the tensors: they may be the kept ones. Tensors that come from a file are on the CPU.
+        """
         with self._lock:
             step = self._steps.get(key.step)
             record = None if step is None else step.records.get(key)
@@ -227,37 +238,37 @@ class Log:
         return place.read(key)
 
     def terms(self, first: int, stop: int) -> list[Any] | None:
-        """What was noted of the steps [first, stop), or None if one is missing."""
+        """Return what was noted of the steps [first, stop), or None if one is missing."""
         with self._lock:
             found = [self._terms.get(step) for step in range(first, stop)]
         known = [terms for terms in found if terms is not None]
         return known if len(known) == len(found) else None
 
     def holdings(self, stop: int) -> list[HeldRecords]:
-        """What is there of the steps before ``stop``, in few words."""
+        """Return a short description of the records of the steps before ``stop``."""
         with self._lock:
             keys = [key for number, step in self._steps.items() if number < stop for key in step.records]
         return holdings_of(keys)
 
     @property
     def usable(self) -> bool:
-        """Whether all is here that was kept since the last ``renew``."""
+        """Whether every record kept since the last ``renew`` is still here."""
         return self._useless is None
 
     @property
     def bytes(self) -> int:
-        """Of all records that are there."""
+        """Bytes of all records, in memory and on disk."""
         return self._bytes
 
     @property
     def spilled(self) -> int:
-        """Of those of them that are on disk."""
+        """Bytes of the records that are on disk."""
         return self._spilled
 
-    # --- trouble ---------------------------------------------------------------------------------
+    # --- giving up, beginning again, and the end -------------------------------------------------
 
     def give_up(self, reason: str) -> None:
-        """Forgets everything, and keeps nothing until the next ``renew``."""
+        """Forget everything, say why, and keep nothing until the next ``renew``."""
         self._give_up(reason, self._epoch)
 
     def _give_up(self, reason: str, epoch: int) -> None:
@@ -266,14 +277,14 @@ class Log:
                 return
             self._useless = reason
             forgotten = self._forget_all()
-        del forgotten  # not under the lock: it is much
+        del forgotten  # outside the lock: freeing gigabytes takes long, and training waits for the lock
         try:
             self._say(reason)
         except OSError:
-            pass  # the disk that is full may be the one that it would be told to
+            pass  # the full disk may be the one that the message goes to
 
     def _forget_all(self) -> Any:
-        """Returns what is to be freed."""
+        """Begin a new epoch. Return the forgotten records: the caller frees them after it has left the lock."""
         forgotten = (self._steps, self._trash)
         self._epoch += 1
         self._forget()
@@ -282,14 +293,14 @@ class Log:
         return forgotten
 
     def renew(self) -> None:
-        """A later checkpoint is durable: the log begins again, empty."""
+        """Begin again with an empty log, because a later checkpoint is durable."""
         with self._lock:
             forgotten = self._forget_all()
             self._useless = "it is closed" if self._closed else None
         del forgotten
 
     def close(self) -> None:
-        """The end: files are removed and the thread ends, unless the disk makes it wait for too long."""
+        """End the thread and remove all files. Wait at most ``LONGEST`` seconds for a slow disk."""
         with self._lock:
             self._useless = self._useless or "it is closed"
             self._closed = True
@@ -301,7 +312,7 @@ class Log:
     # --- the thread that spills ------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Returns when everything is done that the thread has to do."""
+        """Return when the thread has done all its work. For tests and benches."""
         with self._lock:
             self._hurry += 1
             self._work.notify()
@@ -314,7 +325,7 @@ class Log:
         return bool(self._hurry or self._closed) or self._held > self.settings.memory + SOON
 
     def _wake(self) -> None:
-        """There is something to do for the thread."""
+        """Wake the thread, because there is work for it. The caller holds the lock."""
         if not self._resting:
             return
         self._resting = False
@@ -324,6 +335,7 @@ class Log:
         self._work.notify()
 
     def _run(self) -> None:
+        """Run the spilling thread: remove, free, tidy and spill, in this order, until the log is closed."""
         epoch = self._epoch
         while True:
             with self._lock:
@@ -347,7 +359,7 @@ class Log:
             self._rest.notify_all()
 
     def _sweep(self, trash: list[Iterable[_Record]], epoch: int) -> None:
-        """Frees what was forgotten."""
+        """Free the memory of forgotten records, and count down the records that their files still serve."""
         freed = 0
         for record in (record for records in trash for record in records):
             if record.place is not None:
@@ -360,9 +372,10 @@ class Log:
                 self._held -= freed
 
     def _spill(self, epoch: int) -> None:
-        """Writes the oldest records, if there are too many in memory."""
+        """Write the oldest records to files if more than the allowed bytes are in memory."""
         with self._lock:
-            batch = self._choose() if epoch == self._epoch else []  # else the files go first
+            # In a new epoch all files are removed first: a record written now would be lost with them.
+            batch = self._choose() if epoch == self._epoch else []
         if not batch:
             return
         try:
@@ -372,14 +385,15 @@ class Log:
         except Exception as e:
             self._give_up(_words(e), epoch)
             return
-        freed: list[list[Tensor]] = []  # not under the lock
+        freed: list[list[Tensor]] = []  # keeps the tensors alive until the lock is left: freeing them takes time
         with self._lock:
             for record, place in zip(batch, places, strict=True):
                 if self._is_live(record):
                     freed.append(record.tensors)
                     self._move(record, place)
 
-    def _move(self, record: _Record, place: Place) -> None:
+    def _move(self, record: _Record, place: RecordPlace) -> None:
+        """Note that a record is now in a file and no longer in memory."""
         record.place, record.text, record.tensors = place, "", []
         place.file.live += 1
         self._steps[record.key.step].spilled += record.size
@@ -387,10 +401,12 @@ class Log:
         self._held -= record.size
 
     def _is_live(self, record: _Record) -> bool:
+        """Whether a record was neither forgotten nor replaced."""
         step = self._steps.get(record.key.step)
         return step is not None and step.records.get(record.key) is record
 
     def _choose(self) -> list[_Record]:
+        """Take the oldest records out of the waiting lines, as many as one write should have."""
         memory = self.settings.memory
         surplus = self._held - memory
         if surplus <= 0:
@@ -410,6 +426,7 @@ class Log:
 
 
 def _words(error: Exception) -> str:
+    """Return why the thread could not write, for the user."""
     if isinstance(error, OSError):
         where = f"cannot write {error.filename or 'its files'}"
         return f"the disk is full: {where}" if error.errno in _FULL else f"{where}: {error.strerror}"

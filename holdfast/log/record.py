@@ -1,4 +1,4 @@
-"""Keeps what a stage sends, where the boundary is one that is logged."""
+"""Recording of the tensors that a stage sends across logged boundaries."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from torch import Tensor
 from holdfast.plan.log_records import Direction as Direction
 from holdfast.plan.log_records import Key as Key
 
-# A value in words and its distinct tensors, as ``pipe.describe`` gives them.
+# A value as JSON text and its distinct tensors, as ``pipe.describe`` gives them.
 Message = tuple[str, list[Tensor]]
 
 
-class Keeper(Protocol):
-    """What the engine needs of a log."""
+class RecordKeeper(Protocol):
+    """The part of a log that the engine writes to."""
 
     def begin(self, step: int) -> None:
-        """A step is attempted (again): what is there of it, or of later ones, is forgotten."""
+        """Begin an attempt of a step: forget the records of it and of later ones."""
 
     def keep(self, key: Key, message: Message) -> None:
-        """Nobody writes into the tensors any more. Must cost nothing that matters."""
+        """Keep a record, whose tensors nobody writes into any more. The training thread waits for it: be quick."""
 
     def note(self, step: int, terms: Any) -> None:
-        """How a step was applied: what the optimizer was told, and the norm of all gradients."""
+        """Keep how a step was applied: the optimizer's settings, and the norm of all gradients."""
 
 
 class Recorder:
     """Gives a log the records of one step after the other, each under its key.
 
-    ``logged`` are the boundaries whose records are kept.
+    ``logged``: the boundaries whose records are kept.
     """
 
-    def __init__(self, log: Keeper, logged: Collection[int]) -> None:
+    def __init__(self, log: RecordKeeper, logged: Collection[int]) -> None:
         self._log = log
         self.logged = frozenset(logged)
         self._step = 0
         self._share: Sequence[int] = ()
 
     def at(self, step: int, share: Sequence[int]) -> None:
-        """The records that come are of this step; ``share`` are the micro-batches of the stage's pipeline."""
+        """Record this step from now on. ``share``: the micro-batches of the stage's pipeline."""
         self._step, self._share = step, share
 
     def forward(self, boundary: int, number: int, message: Message, given: Sequence[Tensor]) -> None:
-        """What a layer gave, and how it is sent: if that is the same memory, somebody might write into it later."""
+        """Record activations. ``given``: the tensors as the layer returned them, to see which share memory with it."""
         if boundary in self.logged:
             text, sent = message
             mine = [lasting(tensor, original) for tensor, original in zip(sent, given, strict=True)]
             self._keep(boundary, self._share[number], Direction.FORWARD, (text, mine))
 
     def backward(self, boundary: int, number: int, message: Message) -> None:
-        """Gradients, which nobody needs any more once they are sent."""
+        """Record gradients. They need no copy: nobody uses them after they were sent."""
         if boundary in self.logged:
             text, sent = message
             mine = [tensor.clone() if _has_more_memory(tensor) else tensor for tensor in sent]
             self._keep(boundary, self._share[number], Direction.BACKWARD, (text, mine))
 
     def tie(self, layer: int, weight: int, message: Message) -> None:
-        """A use's gradient, which lies in memory that is used again."""
+        """Record one layer's gradient of a shared weight. It is copied, because its memory is used again."""
         text, sent = message
         self._keep(layer, weight, Direction.TIE, (text, [tensor.clone() for tensor in sent]))
 
@@ -68,7 +68,7 @@ class Recorder:
 
 
 def lasting(sent: Tensor, given: Tensor) -> Tensor:
-    """The tensor in memory that stays as it is: not a parameter's or a buffer's, nor that of a data set.
+    """Return ``sent``, or a copy if its memory may change later: that of a parameter, a buffer, or a data set.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(16))
@@ -82,5 +82,5 @@ def lasting(sent: Tensor, given: Tensor) -> Tensor:
 
 
 def _has_more_memory(tensor: Tensor) -> bool:
-    """Whether keeping the tensor would keep more than its own elements."""
+    """Whether keeping the tensor would keep more memory than its own elements (64 bytes are for alignment)."""
     return tensor.untyped_storage().nbytes() > tensor.nbytes + 64

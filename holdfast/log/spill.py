@@ -1,7 +1,10 @@
 """The tensor log's files: records one behind the other, each with its key and its checksum. See docs/log.md.
 
-A log is of use to its own process only, and dies with it. So nothing is ever synced, and what lies where is known
-in memory alone: what a file says is only compared with that.
+A file begins with ``MAGIC``, the length of the host's name, and the name. Each record is a head (``HEAD``), a text
+that describes the tensors, the tensors' bytes, and a checksum of all that (``SUM``).
+
+A log serves only its own process, and dies with it. So nothing is ever synced, and there is no index on disk: the
+process remembers where each record lies and what its head must be, and compares what it reads with that.
 """
 
 from __future__ import annotations
@@ -29,21 +32,21 @@ from holdfast.engine.pipe import in_memory_order
 from holdfast.errors import HoldfastError
 from holdfast.log.record import Direction, Key, Message
 
-MAGIC = b"HOLDLOG1"  # of a file
-MARK = b"REC1"  # of a record
+MAGIC = b"HOLDLOG1"  # the first bytes of a file
+MARK = b"REC1"  # the first bytes of a record
 HEAD = struct.Struct("<4sIqiiQIIQ")  # mark, direction, step, boundary, micro-batch, number, text, tensors, their bytes
-WORD = struct.Struct("<I")
+WORD = struct.Struct("<I")  # the length of the host's name
 SUM = struct.Struct("<Q")  # XXH3, as in checkpoints: a tenth of the time of a CRC
-FILE = 64 << 20  # bytes after which a new file is begun
-SHARE = 64  # ... or after this part of all, if that is more: a file takes a descriptor as long as it is there
-VECTOR = 1024  # buffers that one call takes
+FILE = 64 << 20  # bytes after which a new file is begun: a file can only be removed whole
+SHARE = 64  # a file may hold 1/64 of all bytes if that is more than FILE: each open file takes a descriptor
+VECTOR = 1024  # buffers of one preadv or pwritev: the kernel's limit (IOV_MAX)
 
-_numbers = itertools.count()  # of this process' files
-_Buffer = Any  # what has the buffer protocol
+_numbers = itertools.count()  # numbers for the names of this process's files
+_Buffer = Any  # an object with the buffer protocol
 
 
 class Damaged(HoldfastError):
-    """A record is missing or is not what was kept; the text names the record and the file."""
+    """Error: a record is missing or is not what was kept. The text names the record and the file."""
 
     def __init__(self, key: Key, where: Path | str, what: str) -> None:
         super().__init__(f"the record of {key} in {where} cannot be used: {what}")
@@ -51,7 +54,7 @@ class Damaged(HoldfastError):
 
 
 def size_of(message: Message) -> int:
-    """The bytes of a record: what it takes in a file, and what it counts for in memory.
+    """Return the bytes of a record in a file. It counts for as many in memory.
 
     >>> size_of(("[1, []]", []))
     63
@@ -68,22 +71,24 @@ def size_of(message: Message) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """What a tensor is, but for its contents."""
+    """Dtype, shape and stride of a tensor, without its contents."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def describes(self, tensor: Tensor) -> bool:
+        """Whether a tensor has this dtype, shape and stride."""
         return (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (self.dtype, self.shape, self.stride)
 
     def room(self) -> Tensor:
+        """Return an uninitialised tensor of this description."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
 
 @lru_cache(maxsize=256)  # most messages are described as the one before
 def facts_of(text: str) -> tuple[Fact, ...]:
-    """What a message's text says of its tensors, each of which must fill its memory without gaps."""
+    """Read the descriptions of a message's tensors from its text. Raises ``ValueError`` for one with gaps in memory."""
     _, said = json.loads(text)
     facts = [
         Fact(dtype=codec.dtype_of(dtype), shape=tuple(shape), stride=tuple(stride)) for dtype, shape, stride, *_ in said
@@ -105,7 +110,7 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> _Buffer:
-    """A dense tensor's bytes as they lie in memory; nothing is copied.
+    """Return a dense tensor's bytes in memory order. Nothing is copied.
 
     >>> bytes_of(torch.tensor([1, 256], dtype=torch.int16)).tolist()
     [1, 0, 0, 1]
@@ -115,7 +120,7 @@ def bytes_of(tensor: Tensor) -> _Buffer:
 
 
 def _data_of(text: str, tensors: Sequence[Tensor]) -> list[_Buffer]:
-    """The tensors' bytes, if the text tells how to build them again."""
+    """Return the tensors' bytes. Raises ``ValueError`` if the text would not build the same tensors again."""
     facts = facts_of(text) if tensors else ()
     if len(facts) != len(tensors) or not all(map(Fact.describes, facts, tensors)):
         raise ValueError("a message's text does not describe its tensors")
@@ -130,23 +135,23 @@ class Unspilled:
     """A record that is to be written."""
 
     key: Key
-    number: int  # of all that its log ever kept: tells attempts of a step from each other
+    number: int  # counts all records of the log: tells attempts of the same step from each other
     message: Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a record lies, and what must be found there."""
+class RecordPlace:
+    """The place of a record in a file, and the bytes and checksums that must be found there."""
 
-    file: File
-    offset: int
+    file: SpillFile
+    offset: int  # bytes from the file's begin
     head: bytes
-    text: int  # bytes
-    text_sum: int  # the checksum up to the end of the text
-    sum: int  # the checksum of all of it
+    text: int  # length in bytes
+    text_sum: int  # checksum of head and text
+    sum: int  # checksum of the whole record
 
     def read(self, key: Key) -> Message:
-        """The message, exactly as it was kept, or ``Damaged``."""
+        """Return the message exactly as it was kept. Raises ``Damaged`` if the file holds anything else."""
         try:
             fd = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -159,7 +164,7 @@ class Place:
     def _read(self, fd: int) -> Message:
         start = bytearray(len(self.head) + self.text)
         at = _fill(fd, [start], self.offset)
-        # The text is only believed once its checksum is right: it tells how much memory to take.
+        # The text tells how much memory to take, so its checksum is compared before anything else is read.
         hashed = xxhash.xxh3_64(start)
         if hashed.intdigest() != self.text_sum or start[: len(self.head)] != self.head:
             raise _Wrong(_what_is(start, self.offset))
@@ -175,18 +180,18 @@ class Place:
 
 
 class _Wrong(Exception):
-    """What a file holds is not what was written."""
+    """A file does not hold what was written."""
 
 
 def _sum(hashed: xxhash.xxh3_64, more: Sequence[_Buffer]) -> int:
-    """The checksum of what was hashed before, and more."""
+    """Return the checksum of what was hashed before and of more buffers."""
     for buffer in more:
         hashed.update(buffer)
     return hashed.intdigest()
 
 
 def _what_is(start: bytearray, offset: int) -> str:
-    """What lies where another record should, in words."""
+    """Return, for an error message, what lies where a record should be."""
     mark, direction, step, boundary, micro_batch, number, *_ = HEAD.unpack_from(start)
     if mark != MARK or direction not in list(Direction):
         return f"there is no record at byte {offset}"
@@ -195,6 +200,7 @@ def _what_is(start: bytearray, offset: int) -> str:
 
 
 def _fill(fd: int, buffers: Sequence[_Buffer], offset: int) -> int:
+    """Read all buffers from ``offset`` on; return where the last one ends. Raises ``_Wrong`` if the file is short."""
     wanted = offset + sum(memoryview(buffer).nbytes for buffer in buffers)
     end = _transfer(os.preadv, fd, buffers, offset)
     if end != wanted:
@@ -203,7 +209,7 @@ def _fill(fd: int, buffers: Sequence[_Buffer], offset: int) -> int:
 
 
 def _transfer(call: Callable[..., int], fd: int, buffers: Sequence[_Buffer], offset: int) -> int:
-    """Reads or writes all buffers with few calls; returns where it ended."""
+    """Read or write all buffers with few system calls; return the offset where it ended."""
     views = [memoryview(buffer) for buffer in buffers]
     first = 0
     while first < len(views):
@@ -222,15 +228,15 @@ def _transfer(call: Callable[..., int], fd: int, buffers: Sequence[_Buffer], off
 # --- files ---------------------------------------------------------------------------------------
 
 
-class File:
-    """A file of records. It is locked as long as its process needs it: one that is not is litter."""
+class SpillFile:
+    """A file of records. Its process holds a lock on it: a file without a lock was left by a dead process."""
 
     def __init__(self, folder: Path, worker: str) -> None:
         self.live = 0  # records that are still needed
         self.size = 0
         folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^\w.-]", "_", worker)
-        while True:  # a name may be taken: by a dead process that had our number
+        while True:  # a name may be taken, by a dead process that had our pid
             self.path = folder / f"{name}-{os.getpid()}-{next(_numbers)}.log"
             try:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -249,11 +255,11 @@ class File:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            pass  # where there are no locks, nobody can find out either that it is not locked
+            pass  # a file system without locks: then ``clean`` cannot lock it either, and leaves it alone
 
-    def write(self, records: Sequence[Unspilled]) -> list[Place]:
-        """Appends records; returns where each lies."""
-        self.path.stat()  # what is written into a file without a name would never be found again
+    def write(self, records: Sequence[Unspilled]) -> list[RecordPlace]:
+        """Append records; return the place of each. Raises ``OSError`` if the disk is full or the file was removed."""
+        self.path.stat()  # a removed file could still be written to, but ``read`` opens it by its name
         places, buffers, offset = [], [], self.size
         for record in records:
             key, (text, tensors) = record.key, record.message
@@ -272,7 +278,7 @@ class File:
             start = head + text.encode("ascii")
             hashed = xxhash.xxh3_64(start)
             text_sum, whole = hashed.intdigest(), _sum(hashed, data)
-            place = Place(file=self, offset=offset, head=head, text=len(text), text_sum=text_sum, sum=whole)
+            place = RecordPlace(file=self, offset=offset, head=head, text=len(text), text_sum=text_sum, sum=whole)
             places.append(place)
             buffers += [start, *data, SUM.pack(whole)]
             offset += size_of(record.message)
@@ -289,49 +295,50 @@ class File:
             raise OSError(e.errno, e.strerror, str(self.path)) from e
 
     def remove(self) -> None:
-        """For good: its records are not needed any more."""
+        """Remove the file for good: its records are not needed any more."""
         _unlink(self.path)
         try:
             os.close(self._fd)
         except OSError:
-            pass  # a network's complaint about bytes that nobody wants any more
+            pass  # a network file system may report lost bytes here, which nobody needs any more
 
 
-class Files:
+class SpillFiles:
     """All files of a log. Only one thread may use them."""
 
     def __init__(self, folder: Path, worker: str) -> None:
         self._folder, self._worker = folder, worker
-        self._files: list[File] = []
-        self._full = True  # the last one
+        self._files: list[SpillFile] = []
+        self._full = True  # the last file takes no more records
         self._cleaned = False
 
-    def write(self, records: Sequence[Unspilled]) -> list[Place]:
-        """Appends records; returns where each lies. Its file's ``live`` is to be kept right by the caller."""
+    def write(self, records: Sequence[Unspilled]) -> list[RecordPlace]:
+        """Append records; return the place of each. The caller counts the records in use in each file's ``live``."""
         if not self._cleaned:
             self._cleaned = True
             clean(self._folder)
         if self._full:
-            self._files.append(File(self._folder, self._worker))
+            self._files.append(SpillFile(self._folder, self._worker))
         places = self._files[-1].write(records)
         self._full = self._files[-1].size >= max(FILE, sum(file.size for file in self._files) // SHARE)
         return places
 
     def tidy(self) -> None:
-        """Removes files of which nothing is needed any more."""
+        """Remove the files without live records."""
         for file in [file for file in self._files if not file.live]:
             self._full = self._full or file is self._files[-1]
             self._files.remove(file)
             file.remove()
 
     def remove(self) -> None:
+        """Remove all files."""
         for file in self._files:
             file.live = 0
         self.tidy()
 
 
 def clean(folder: Path) -> list[Path]:
-    """Removes the files that dead processes of this host left; returns which.
+    """Remove the files that dead processes of this host left; return their paths.
 
     >>> clean(Path("there is no such folder"))
     []
@@ -345,19 +352,21 @@ def _remove_if_litter(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # In this order: a file has its host's name only after it was locked.
+        # The name is read before the lock is tried: a file gets its host's name only after it was locked, so a new
+        # file of a living process is never taken for litter.
         if _host_of(fd) != socket.gethostname().encode():
-            return False  # whether another host's locks are seen here depends on the file system
+            return False  # another host's locks may not be visible here: that depends on the file system
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another one who cleans may have been faster, and a living process may have the name already.
+        # Another process may have removed it meanwhile, and a living one may have made a new file of this name.
         return os.path.samestat(os.fstat(fd), path.stat()) and _unlink(path)
     except OSError:
-        return False  # somebody lives
+        return False  # locked: its process lives
     finally:
         os.close(fd)
 
 
 def _host_of(fd: int) -> bytes | None:
+    """Return the name of the host that wrote a file, or None if it is no file of a log."""
     start = os.pread(fd, len(MAGIC) + WORD.size, 0)
     if len(start) < len(MAGIC) + WORD.size or not start.startswith(MAGIC):
         return None
@@ -370,4 +379,4 @@ def _unlink(path: Path) -> bool:
         path.unlink()
         return True
     except OSError:
-        return False  # what cannot be removed is litter for the next time
+        return False  # the next ``clean`` tries again

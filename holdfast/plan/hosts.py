@@ -45,20 +45,20 @@ def spread(
     >>> from holdfast.plan.layout import Layout, PlacedPipeline
     >>> stages = (range(0, 2), range(2, 4))
     >>> lines = (PlacedPipeline(ranks=(0, 2), layers=stages), PlacedPipeline(ranks=(1, 3), layers=stages))
-    >>> before = Layout(lines=lines, size=4, layers=4, tolerate=1, minimum=2, reason="2 pipelines of 2")
+    >>> before = Layout(pipelines=lines, size=4, layers=4, tolerate=1, minimum=2, reason="2 pipelines of 2")
     >>> after = spread(before, hosts="aabb", held=[()] * 4, sizes=[1] * 4)
-    >>> [line.ranks for line in after.lines], after.reason
+    >>> [line.ranks for line in after.pipelines], after.reason
     ([(0, 2), (3, 1)], '2 pipelines of 2; 2 workers change places, so that each layer is on 2 hosts')
     """
-    given = [rank for line in layout.lines for rank in line.ranks]
+    given = [rank for line in layout.pipelines for rank in line.ranks]
     usable = sorted({*range(layout.size)} - {*barred} | {*given})
     names = sorted({hosts[rank] for rank in usable})
-    wanted = min(len(layout.lines), layout.tolerate + 1)
+    wanted = min(len(layout.pipelines), layout.tolerate + 1)
     if wanted < 2:
         return layout
     if len(names) < 2:
         return replace(layout, reason=f"{layout.reason}; every copy is on host {names[0]}, the only one")
-    places = [layers for line in layout.lines for layers in line.layers]
+    places = [layers for line in layout.pipelines for layers in line.layers]
     task = AssignmentTask(
         cost=_costs(places, [held[rank] for rank in usable], sizes, [usable.index(rank) for rank in given]),
         host_of=np.array([names.index(hosts[rank]) for rank in usable]),
@@ -288,8 +288,8 @@ def _solve(task: AssignmentTask, wanted: int, sizes: Sequence[int]) -> list[int]
 
 def _with_ranks(layout: Layout, given: list[int], taken: list[int], hosts: Sequence[str]) -> Layout:
     left = iter(taken)
-    lines = tuple(replace(line, ranks=tuple(next(left) for _ in line.ranks)) for line in layout.lines)
-    after = replace(layout, lines=lines)
+    lines = tuple(replace(line, ranks=tuple(next(left) for _ in line.ranks)) for line in layout.pipelines)
+    after = replace(layout, pipelines=lines)
     before, now = _hosts_of_layers(layout, hosts), _hosts_of_layers(after, hosts)
     parts = [layout.reason] if layout.reason else []
     if moved := sum(one != other for one, other in zip(given, taken, strict=True)):

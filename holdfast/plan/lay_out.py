@@ -50,7 +50,7 @@ def lay_out(
 
     >>> layout = lay_out(layers=10, workers=["a", "b", "c", "d", "e"], held={}, leaving=(), micro_batches=8,
     ...                  tolerate=1, stages=2, profile=None, hosts={})
-    >>> [line.ranks for line in layout.lines], layout.lines[0].layers
+    >>> [line.ranks for line in layout.pipelines], layout.pipelines[0].layers
     ([(0, 1), (2, 3)], (range(0, 5), range(5, 10)))
     >>> layout.reason
     '2 pipelines of 2 workers; 1 worker left over: a pipeline takes 2'
@@ -72,7 +72,7 @@ def lay_out(
     )
     lines, words = _alike(job, fixed) if fixed else _planned(job)
     layout = Layout(
-        lines=lines,
+        pipelines=lines,
         size=len(workers),
         layers=layers,
         tolerate=min(tolerate, len(lines) - 1),

@@ -39,7 +39,7 @@ class Layout:
     (Role(pipeline=2, stage=0, layers=range(0, 4)), (0, 1, 2), [range(0, 2), range(2, 5), range(5, 8)])
     """
 
-    lines: tuple[PlacedPipeline, ...]
+    pipelines: tuple[PlacedPipeline, ...]
     size: int  # members of the generation
     layers: int
     tolerate: int  # simultaneous losses that it survives: as asked for, or fewer when there are too few workers
@@ -57,19 +57,19 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """Whether every worker holds all layers."""
-        return len(self.lines) == self.size and all(len(line.ranks) == 1 for line in self.lines)
+        return len(self.pipelines) == self.size and all(len(line.ranks) == 1 for line in self.pipelines)
 
     def shares(self, micro_batches: int) -> list[range]:
         """Return each pipeline's micro-batches of a step, as consecutive ranges that cover all. Some may be empty."""
         if micro_batches not in self._shares:
-            self._shares[micro_batches] = _shares(self.lines, micro_batches)
+            self._shares[micro_batches] = _shares(self.pipelines, micro_batches)
         return list(self._shares[micro_batches])
 
     @cached_property
     def _roles(self) -> dict[int, Role]:
         return {
             rank: Role(pipeline=number, stage=stage, layers=layers)
-            for number, line in enumerate(self.lines)
+            for number, line in enumerate(self.pipelines)
             for stage, (rank, layers) in enumerate(zip(line.ranks, line.layers, strict=True))
         }
 
@@ -112,11 +112,11 @@ def _by_workers(lines: tuple[PlacedPipeline, ...], micro_batches: int) -> list[r
 def side_by_side(layers: int, size: int, *, reason: str = "") -> Layout:
     """Return the layout of plain data parallelism: each of ``size`` workers is a pipeline with all layers.
 
-    >>> [line.ranks for line in side_by_side(10, 3).lines]
+    >>> [line.ranks for line in side_by_side(10, 3).pipelines]
     [(0,), (1,), (2,)]
     """
     return Layout(
-        lines=tuple(PlacedPipeline(ranks=(rank,), layers=(range(layers),)) for rank in range(size)),
+        pipelines=tuple(PlacedPipeline(ranks=(rank,), layers=(range(layers),)) for rank in range(size)),
         size=size,
         layers=layers,
         tolerate=size - 1,

@@ -59,7 +59,7 @@ def choose_boundaries(
 
     >>> from holdfast.plan.layout import PlacedPipeline
     >>> line = PlacedPipeline(ranks=(0, 1, 2), layers=(range(0, 2), range(2, 3), range(3, 6)))
-    >>> layout = Layout(lines=(line,), size=3, layers=6, tolerate=0, minimum=1, reason="")
+    >>> layout = Layout(pipelines=(line,), size=3, layers=6, tolerate=0, minimum=1, reason="")
     >>> sorted(choose_boundaries(layout, profile=None, micro_batches=8, interval=10, budget=None).boundaries)
     [2, 3]
     """
@@ -95,7 +95,7 @@ def choose_boundaries(
 def _common_cuts(layout: Layout, micro_batches: int) -> list[int]:
     """Return the boundaries that lie between two stages in every pipeline that has micro-batches."""
     shares = layout.shares(micro_batches)
-    cuts = [_cuts(line) for line, share in zip(layout.lines, shares, strict=True) if share]
+    cuts = [_cuts(line) for line, share in zip(layout.pipelines, shares, strict=True) if share]
     return sorted(set.intersection(*cuts)) if cuts else []
 
 

@@ -1,1 +1,1 @@
-"""Committing operations exactly once, and making a generation whole again after a loss."""
+"""Making a generation whole again after a loss: the layout, copies from replicas, replay from the log, checkpoints."""

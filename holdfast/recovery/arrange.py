@@ -1,7 +1,8 @@
-"""Getting a generation ready: who does what, and everybody gets what it needs for it.
+"""Arranging a generation: the layout, and the state that each worker needs for its place in it.
 
-Every member works out the same layout from the same facts. Then each gets the layers of its place that it lacks:
-from those who hold them; at the begin from the first worker, from a checkpoint, or by making them.
+Every member computes the same layout from the same facts, so nobody has to announce it. Then each worker gets the
+layers of its place that it lacks, from workers that hold them. Before the first commit they come from a checkpoint,
+are made in place, or come from the first worker.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ from holdfast.recovery.resume import Resumer
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the user asks of layouts. ``profile`` is measured at the begin if it is not given.
+    """The user's settings for layouts."""
 
-    Without a word on it, one loss should be survived.
-    """
-
-    tolerate: int | None = None
-    stages: int | Sequence[int] | None = None
-    memory: int | None = None
-    profile: Profile | None = None
+    tolerate: int | None = None  # losses at once that should leave a copy of every layer; None: one
+    stages: int | Sequence[int] | None = None  # stages of a pipeline, or the layers of each; None: chosen
+    memory: int | None = None  # bytes that a worker has for its layers; None: no limit
+    profile: Profile | None = None  # costs of the layers; None: measured at the begin
     budget: int | None = None  # bytes for the log of the whole run
     votes_each_step: bool = True  # False where replicas train apart
 
 
 class Arranger:
-    """This worker's part in getting generations ready: the ``Arrangement`` of a cohort."""
+    """This worker's part in arranging generations: the ``StateKeeper`` of a cohort.
+
+    ``resumer`` reads checkpoints, and ``replayer`` computes lost layers again; each may be None, if the run has no
+    checkpoints or no log. ``layout`` is the one of the current generation.
+    """
 
     def __init__(
         self,
@@ -72,15 +74,15 @@ class Arranger:
         self._resumer = resumer
         self._replayer = replayer
 
-    # --- what a cohort asks ----------------------------------------------------------------------
+    # --- the methods that a cohort calls ---------------------------------------------------------
 
     @property
     def minimum(self) -> int:
-        """How many workers it takes to hold the model."""
+        """The smallest number of workers that can hold the model."""
         return self.layout.minimum
 
     def account(self) -> Account:
-        """Return what this worker holds, and what else counts when a generation settles."""
+        """Return a description of this worker's state, for ``settle``."""
         undone = self._holdings.undone | (set() if self.engine.eager is None else self.engine.eager.begun)
         return Account(
             resumable=self._resumer is not None,
@@ -98,33 +100,33 @@ class Arranger:
         return self._holdings.held.issuperset(units)
 
     def hold_nothing(self) -> None:
-        """Note that what is here is not the run's state."""
+        """Note that the values in this worker's memory are not the run's state."""
         self._holdings.held.clear()
 
     def inform(self, group: Group, generation: Generation, settlement: Settlement) -> None:
-        """Afterwards everybody knows where the run is, and what its layers cost."""
+        """Tell newcomers where the run is, and make sure that all know the costs of the layers."""
         if self._replayer is not None:
             self._replayer.close()
         self._measure(group, generation, settlement)
         self._tell(group, generation, settlement)
 
     def bring_back(self, group: Group, generation: Generation, settlement: Settlement) -> Settlement:
-        """What nobody holds any more is computed again from the log; returns who holds it then.
+        """Compute lost layers again from the log; return the settlement with their new holders.
 
-        ``Broken`` may fly through it; ``held`` is right even then.
+        May raise ``Broken``. The holdings are right even then: a layer counts only when its replay has ended.
         """
         lost = self._lost_layers(settlement)
         if settlement.begins is not None or not lost or self._replayer is None:
             return settlement
         try:
             self._lay_out(generation, settlement)
-        except TooFewWorkers as e:  # replacements would come too late for this generation
+        except TooFewWorkers as e:  # the replay would be in vain: these workers cannot hold the model
             raise self._replayer.useless(str(e)) from e
         replay, holdings = self._replayer.plan(group, lost)
         again = {unit.number for unit in self._model.units_of(replay.layers)}
         computing = generation.workers[: self._replayer.workers(group.size)]
         self._holdings.undone -= again
-        self._holdings.held -= again  # what is computed again as well is not what it was until the end
+        self._holdings.held -= again  # a layer that is computed again goes back to the checkpoint's values first
         if generation.workers[group.rank] in computing:
             self._model.hold(replay.layers)
         self._replayer.carry_out(group, replay, holdings)
@@ -134,7 +136,7 @@ class Arranger:
         return dataclasses.replace(settlement, held=held)
 
     def _lost_layers(self, settlement: Settlement) -> set[int]:
-        """Layers whose own tensors nobody holds; what layers share comes back with any of them."""
+        """Return the layers to compute again. A lost shared weight comes back with any layer that uses it."""
         lost = {layer for layer in range(len(self._model.layers)) if layer in settlement.lost}
         for unit in self._model.units:
             if unit.number in settlement.lost and not unit.layers & lost:
@@ -142,9 +144,10 @@ class Arranger:
         return lost
 
     def provide(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
-        """Gives everybody a place, and what it needs there; returns what this worker had to do with it.
+        """Give every worker a place, and the state that it lacks there; return this worker's traffic.
 
-        ``Broken`` may fly through it; ``held`` is right even then.
+        May raise ``Broken``. The holdings are right even then: a unit counts as soon as it has arrived whole.
+        Raises ``TooFewWorkers`` if these workers cannot hold the model.
         """
         if settlement.begins is not None:
             traffic = self._begin(group, generation, settlement)
@@ -158,12 +161,15 @@ class Arranger:
 
     @property
     def _kept(self) -> set[int]:
-        """The units of this worker's place, which are all that it updates."""
+        """The held units of this worker's place. A step updates these and no others."""
         return self._holdings.held & self._wanted(self._rank)
 
     def let_go(self) -> None:
-        """After the first vote of a generation: everybody has what it needs, so what is not ours can go."""
-        self._holdings.undone.clear()  # all copies that are left are alike
+        """Free the layers that are not of this worker's place.
+
+        Not before the first vote of a generation: until then somebody may still need a copy of them.
+        """
+        self._holdings.undone.clear()  # inexact copies were replaced by one worker's: all copies are alike now
         role = self.layout.role(self._rank)
         mine = set() if role is None else set(role.layers)
         gone = set(range(len(self._model.layers))) - mine
@@ -181,7 +187,10 @@ class Arranger:
         tell(group, self._state, teller=generation.rank_of(settlement.teller), listeners=listeners)
 
     def _measure(self, group: Group, generation: Generation, settlement: Settlement) -> None:
-        """If nobody knows yet what the layers cost, and it matters, the one who tells the others measures it."""
+        """Measure the costs of the layers if nobody knows them and the layout depends on them.
+
+        The worker that tells newcomers where the run is measures: all others get the profile from it.
+        """
         if not self._profile_is_needed(generation):
             return
         known = (
@@ -196,7 +205,7 @@ class Arranger:
             self._state.progress.profile = self._make_profile(link).to_json()
 
     def _profile_is_needed(self, generation: Generation) -> bool:
-        """Not where there is nothing to be cut, or all cuts are given and no log has to fit into a budget."""
+        """Whether costs matter: not with one layer, nor with all cuts given and no log that has to fit a budget."""
         wishes = self._wishes
         cut = len(self._model.layers) > 1 and (
             wishes.stages is None
@@ -206,14 +215,16 @@ class Arranger:
         return cut and (len(generation.members) > 1 or wishes.memory is not None)
 
     def _make_profile(self, link: Link) -> Profile:
+        """Return the user's profile, or a measured one, with the user's limit of memory."""
         given = self._wishes.profile
         if given is None:
             return quick_profile(self.engine, link, memory=self._wishes.memory)
         return given if self._wishes.memory is None else dataclasses.replace(given, memory=self._wishes.memory)
 
-    # --- who does what ---------------------------------------------------------------------------
+    # --- the layout ------------------------------------------------------------------------------
 
     def _lay_out(self, generation: Generation, settlement: Settlement) -> Layout:
+        """Return the layout of a generation, the same on every member. Raises ``TooFewWorkers``."""
         wishes, model, workers = self._wishes, self._model, generation.workers
         known = self._state.progress.profile
         needs = [{unit.number for unit in model.units_of([layer])} for layer in range(len(model.layers))]
@@ -239,17 +250,19 @@ class Arranger:
         return found
 
     def _layer_bytes(self) -> list[int]:
+        """Return the bytes of each layer's tensors. A shared weight counts for its first layer."""
         sizes = [0] * len(self._model.layers)
         for unit in self._model.units:
             sizes[min(unit.layers)] += sum(tensor.nbytes for tensor in unit.tensors)
         return sizes
 
     def _wanted(self, rank: int) -> set[int]:
-        """The units that a rank needs for its place."""
+        """Return the units that a rank needs for its place."""
         role = self.layout.role(rank)
         return set() if role is None else {unit.number for unit in self._model.units_of(role.layers)}
 
     def _report(self, group: Group, generation: Generation) -> None:
+        """Note this worker's rank, and write its place into the events."""
         self._rank = group.rank
         role = self.layout.role(group.rank)
         place: dict[str, Any] = {}
@@ -267,9 +280,10 @@ class Arranger:
         )
 
     def _boundaries(self, generation: Generation, settlement: Settlement) -> frozenset[int]:
-        """Which boundaries are logged. What the records are of begins anew, so a checkpoint is due.
+        """Choose the boundaries that are logged, and make a checkpoint due.
 
-        Not before a step that somebody is in the middle of: it has passed where the checkpoint would be taken.
+        The old records do not fit the new layout, so the log begins again, with a checkpoint. If somebody is in the
+        middle of a step, it has passed the place where a checkpoint is taken: then it is due after that step.
         """
         progress = self._state.progress
         if self._replayer is None or self._resumer is None:
@@ -292,32 +306,33 @@ class Arranger:
         self._events.write("logging", **facts, reason=chosen.reason)
         return chosen.boundaries
 
-    # --- everybody gets what it needs ------------------------------------------------------------
+    # --- the state that each place needs ---------------------------------------------------------
 
     def _send_missing(self, group: Group, held: Sequence[frozenset[int]]) -> Traffic:
-        """What somebody lacks for its place comes from those who hold it."""
+        """Copy to each worker the units that it lacks for its place. ``held``: by rank, the units it holds."""
         self._hold_place(group.rank)
         sizes = {unit.number: sum(tensor.nbytes for tensor in unit.tensors) for unit in self._model.units}
         planned = moves(held, [self._wanted(rank) for rank in range(group.size)], sizes)
         if not planned or group.size == 1:
             return Traffic()
         traffic = carry_out(group, self._state, planned, self._holdings.arrived)
-        if (
-            self.engine.eager is not None or not self._wishes.votes_each_step
-        ):  # else what is sent stays as it is until the vote
+        # Tensors that are being sent must not change until they have arrived. A vote proves that. Where the next vote
+        # comes only after an update (eager, or replicas that train apart), wait for everybody here.
+        if self.engine.eager is not None or not self._wishes.votes_each_step:
             group.sum(torch.zeros(1, device=self._model.device))
         return traffic
 
     def _hold_place(self, rank: int) -> None:
+        """Give the layers of this worker's place memory."""
         role = self.layout.role(rank)
         self._model.hold(() if role is None else role.layers)
 
     def _begin(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
-        """Nothing was committed: from the checkpoint, each its own part; if there is none, the first values."""
+        """Begin a run: each worker reads its part of the newest checkpoint, or gets the initial values."""
         known = self._state.progress.profile
 
         def hold() -> None:
-            self._state.progress.profile = known  # what a checkpoint says of it was measured elsewhere
+            self._state.progress.profile = known  # the checkpoint's profile was measured on other machines
             self.layout = self._lay_out(generation, settlement)
             self._hold_place(group.rank)
 
@@ -329,7 +344,7 @@ class Arranger:
         return self._initial(group, generation, settlement)
 
     def _initial(self, group: Group, generation: Generation, settlement: Settlement) -> Traffic:
-        """Layers that everybody can make are made; the others are the first worker's."""
+        """Make the initial layers in place where that is possible, and copy the others from the first worker."""
         assert settlement.begins is not None
         model = self._model
         made = frozenset(unit.number for unit in model.units if model.can_make(unit))

@@ -1,4 +1,9 @@
-"""Sends state to those who lack it: only what is missing, the load spread over all who hold it."""
+"""Copying of state to workers that lack it: only missing units are sent, and all holders share the sending.
+
+All transfers have a fixed order, so no message needs a name. ``carry_out`` gives every worker the same list of moves,
+sorted by unit. Each sender first sends a text that describes all its units for one receiver, then their tensors in the
+order of the list. Each receiver takes units in the same order. Tensors of one sender under one tag arrive in order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from holdfast.commit.cohort import Traffic
 from holdfast.engine.state import State
 from holdfast.errors import Broken, HoldfastError
 
-WINDOW = 64 << 20  # bytes under way from one sender: beside the layers' own memory, that much is taken
+WINDOW = 64 << 20  # bytes asked for from one sender at a time: keeps the link busy, and bounds the extra memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,10 @@ class Move:
 
 
 def moves(held: Sequence[Collection[int]], wanted: Sequence[Collection[int]], sizes: Mapping[int, int]) -> list[Move]:
-    """What has to be sent so that every rank holds what it wants: each unit by the holder with the least to send.
+    """Plan the moves after which every rank holds the units it wants.
+
+    ``held`` and ``wanted``: units by rank. ``sizes``: bytes of each unit. The holder with the least to send so far
+    sends a unit. Raises ``HoldfastError`` if nobody holds a wanted unit.
 
     >>> [(move.unit, move.sender) for move in moves([{0, 1}, {0, 1}, set()], [{0}, {1}, {0, 1}], {0: 8, 1: 8})]
     [(0, 0), (1, 1)]
@@ -40,7 +48,7 @@ def moves(held: Sequence[Collection[int]], wanted: Sequence[Collection[int]], si
     missing = [
         (unit, receiver) for receiver, units in enumerate(wanted) for unit in units if unit not in held[receiver]
     ]
-    # The largest first: the small ones then even it out.
+    # Large units first: the small ones then even out the load.
     for unit, receiver in sorted(missing, key=lambda pair: (-sizes[pair[0]], pair)):
         holders = [rank for rank, units in enumerate(held) if unit in units]
         if not holders:
@@ -54,7 +62,7 @@ def moves(held: Sequence[Collection[int]], wanted: Sequence[Collection[int]], si
 
 
 def tell(group: Group, state: State, *, teller: int, listeners: Collection[int]) -> None:
-    """Newcomers get what is not part of any unit: the step, the settings, what the layers cost."""
+    """Send the listeners the state that is not part of any unit: step, settings, costs of the layers."""
     value = state.common() if group.rank == teller else None
     heard = pass_on(group, value, sender=teller, listeners=listeners, device=state.model.device)
     if group.rank in listeners:
@@ -62,7 +70,10 @@ def tell(group: Group, state: State, *, teller: int, listeners: Collection[int])
 
 
 def pass_on(group: Group, value: Any, *, sender: int, listeners: Collection[int], device: torch.device) -> Any:
-    """The sender's value, everywhere it is asked for; numbers, text and tensors, in lists and dicts."""
+    """Return the sender's value on the sender and the listeners; other ranks get back what they passed.
+
+    ``value``: numbers, text and tensors, in lists and dicts. May raise ``Broken``.
+    """
     if group.rank == sender:
         for listener in listeners:
             group.start(_message(codec.flatten(value), listener, device), [])
@@ -75,9 +86,10 @@ def pass_on(group: Group, value: Any, *, sender: int, listeners: Collection[int]
 
 
 def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Callable[[int], None]) -> Traffic:
-    """Every member calls this. What is sent must stay as it is until the next vote.
+    """Send and receive the planned units; return this worker's traffic. Every member calls this with the same plan.
 
-    ``arrived`` is called with each unit that is complete.
+    ``arrived`` is called with the number of each unit that has arrived whole. Tensors that are sent must not change
+    until the next vote. May raise ``Broken``: then no receive writes into this worker's memory any more.
     """
     units, device, total = state.model.units, state.model.device, 0
     for receiver in sorted({move.receiver for move in planned if move.sender == group.rank}):
@@ -105,7 +117,7 @@ def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Call
 
 
 class _Coming:
-    """The units that one sender sends, in order: as many are asked for as keep the link busy."""
+    """The units that one sender sends, in order. ``WINDOW`` bytes of them are asked for ahead."""
 
     def __init__(self, group: Group, sender: int, device: torch.device) -> None:
         text = _receive_text(group, sender, device)
@@ -124,18 +136,20 @@ class _Coming:
             self.bytes += sum(tensor.nbytes for tensor in tensors)
 
     def take(self) -> Any:
+        """Wait for the next unit and return it; ask for more."""
         text, tensors, works = self._asked.popleft()
         self._group.finish(works)
         self._ask()
         return codec.unflatten(text, tensors)
 
     def drain(self) -> None:
-        """After a break: nothing may be written any more into memory that is given back."""
+        """Wait, after a break, until no receive writes into memory that is about to be freed."""
         for _, _, works in self._asked:
             self._group.drain(works)
 
 
 def _message(flat: tuple[bytes, list[torch.Tensor]], receiver: int, device: torch.device) -> list[Transfer]:
+    """Return the transfers of a flattened value: length of the text, text, tensors that are not empty."""
     text, tensors = flat
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     length = torch.tensor([len(text)], device=device)

@@ -1,8 +1,9 @@
-"""Brings back layers that nobody holds any more: from the last checkpoint, by the records of what neighbours sent.
+"""Replay: lost layers are read from the last checkpoint and trained again, from the records that neighbours logged.
 
-Everybody takes part: each worker computes some micro-batches of the lost layers and sends the others the records
-that they need. What survivors hold is not touched, unless it has to be computed again as well. Whatever does not
-work, the log is given up, and the run returns to the checkpoint: it is never wrong.
+A lost layer needs only its inputs and the gradients of its outputs, and its neighbours have logged both. All workers
+take part: each computes some micro-batches of the lost layers, and sends the others the records that they need. Layers
+that survivors hold are not touched, unless they have to be computed again as well. If anything fails, the log is given
+up and the run returns to the checkpoint, so a replay costs time at worst and never gives wrong weights.
 """
 
 from __future__ import annotations
@@ -51,11 +52,14 @@ class Replayer:
         self._traffic: _Traffic | None = None  # of the last replay, as long as its generation lasts
 
     def workers(self, size: int) -> int:
-        """How many share the work: all; benches ask what one alone would take."""
+        """Return how many of ``size`` workers compute: all, unless a bench sets HOLDFAST_REPLAYERS."""
         return min(size, int(os.environ.get("HOLDFAST_REPLAYERS", size)))
 
     def plan(self, group: Group, lost: Collection[int]) -> tuple[Replay, list[list[HeldRecords]]]:
-        """What has to be computed again for these layers, and who has the records. ``Broken`` if that is impossible."""
+        """Plan the replay of these layers; return it, and the records that each rank holds.
+
+        Raises ``Broken`` if the log cannot bring them back; then it is given up.
+        """
         ranks = Texts(group, self._engine.model.device)
         step = self._state.progress.step
         checkpoints = self._resumer.steps() if group.rank == 0 else []  # others may see them later
@@ -77,7 +81,10 @@ class Replayer:
         return found, holdings
 
     def carry_out(self, group: Group, replay: Replay, holdings: Sequence[Sequence[HeldRecords]]) -> None:
-        """Every member calls this; the first ``workers`` have memory for the layers, and hold them afterwards."""
+        """Carry out a replay. Every member calls this. The first ``workers`` ranks hold the layers afterwards.
+
+        They must have memory for the layers before. Raises ``Broken``; if a record is damaged, the log is given up.
+        """
         begin, settings = time.monotonic(), self._engine.update.settings()
         if group.rank == 0:
             logger.info("nobody holds all layers any more: %s", replay.reason)
@@ -104,19 +111,20 @@ class Replayer:
         )
 
     def close(self) -> None:
-        """The generation of the last replay is over: nothing more is received for it."""
+        """Stop receiving records of the last replay, whose generation is over."""
         traffic, self._traffic = self._traffic, None
         if traffic is not None:
             traffic.close()
 
     def useless(self, reason: str) -> Broken:
-        """The log does not help: the generation ends, and the next one begins from the checkpoint."""
+        """Give up the log; return the error to raise. It ends the generation, and the next one begins from the
+        checkpoint."""
         self._events.write("log-useless", worker=self.log.name, reason=reason)
         self.log.give_up(f"{reason}; all return to the last checkpoint")
         return Broken(f"the log is of no use: {reason}")
 
     def _load(self, group: Group, replay: Replay) -> None:
-        """The layers as they were saved, on those who compute."""
+        """Read the layers from the checkpoint, on the workers that compute."""
         model, computes = self._engine.model, group.rank < self.workers(group.size)
         units = [unit for unit in model.units_of(replay.layers) if computes]
         self._engine.update.forget([p for unit in units for p in unit.parameters])
@@ -127,7 +135,7 @@ class Replayer:
             raise self.useless(str(failure))
 
     def _terms(self, group: Group, replay: Replay) -> list[Terms]:
-        """How each step was applied; who came later is told by one who was there."""
+        """Return how each step was applied. A worker that has not noted it is told by one that has."""
         known = self.log.terms(replay.first, replay.stop)
         device = self._engine.model.device
         said = Texts(group, device).exchange(b"no" if known is None else b"yes")
@@ -140,7 +148,7 @@ class Replayer:
         return [Terms(**terms) for terms in heard]
 
     def _compute(self, group: Group, replay: Replay, holdings: Sequence[Sequence[HeldRecords]]) -> tuple[int, int]:
-        """Returns how many records this worker has sent, and their bytes."""
+        """Train the lost layers step by step; return how many records this worker has sent, and their bytes."""
         terms = self._terms(group, replay)
         workers, order, model = self.workers(group.size), self._engine.order, self._engine.model
         idle = [range(0)] * (group.size - workers)
@@ -162,7 +170,9 @@ class Replayer:
                 faults.point("replay")
                 traffic.send_ahead(step)
                 again.attempt(step, parts(step))
-                group.vote(torch.zeros(1, device=model.device))  # all have what was sent to them for the step
+                # After this vote all have received the step's records and gradients. The update writes into
+                # gradients that were sent, so it must not come earlier.
+                group.vote(torch.zeros(1, device=model.device))
                 again.apply(terms[step - replay.first])
                 traffic.arrived(step)
         finally:
@@ -171,7 +181,10 @@ class Replayer:
 
 
 class _Traffic:
-    """Records on their way: everybody sends what the others need, a step ahead, and takes what it needs, in order."""
+    """The exchange of records. Each worker sends the others what they need, one step ahead, in the order of use.
+
+    ``wanted(step, rank)`` lists the records that a rank needs for a step; ``sources`` tells who sends each.
+    """
 
     def __init__(
         self, group: Group, log: Log, sources: Sources, wanted: Any, steps: range, device: torch.device
@@ -182,10 +195,10 @@ class _Traffic:
         self._out = {rank: Outbox(group, rank, tags.REPLAY, device) for rank in others}
         self._device = device
         self._in: dict[int, Inbox] = {}
-        self._kept: dict[int, list[Any]] = {}  # by step: what may not have arrived yet
+        self._kept: dict[int, list[Any]] = {}  # by step: sends that may not have arrived yet
 
     def send_ahead(self, step: int) -> None:
-        """This step's records, unless they were sent before, and the next one's."""
+        """Send the records of this step and of the next one, unless they were sent before."""
         for each in (step, step + 1):
             if each in self._steps and each not in self._kept:
                 self._kept[each] = [work for rank in self._out for work in self._send(each, rank)]
@@ -201,6 +214,7 @@ class _Traffic:
         return works
 
     def find(self, key: Key) -> Any:
+        """Return the value of a record, from this worker's log or from the worker that has it."""
         source = self._sources.rank_of(key)
         if source == self._group.rank:
             text, tensors = self._log.read(key)
@@ -210,8 +224,10 @@ class _Traffic:
         return self._in[source].take()
 
     def arrived(self, step: int) -> None:
+        """Free the sends of a step: a vote has shown that they have arrived."""
         del self._kept[step]
 
     def close(self) -> None:
+        """Stop receiving."""
         for inbox in self._in.values():
             inbox.close()

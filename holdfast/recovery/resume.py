@@ -1,7 +1,7 @@
-"""Going on from a run's newest sound checkpoint: each worker reads the layers that it holds, all from the same one.
+"""Resuming from a run's newest sound checkpoint: all workers use the same one, and each reads its own layers.
 
-Who holds what depends on what the checkpoint says, so it goes in parts: which checkpoints there are, what all
-workers share, and then the layers.
+The layout may depend on what a checkpoint says. So resuming has three parts: find the checkpoints, read what all
+workers share, and then, once the layout is known, read the layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class Unfit(HoldfastError):
-    """A checkpoint is sound, but not of this model. Not a ``CheckpointError``: no older one would fit better."""
+    """Error: a checkpoint is sound, but of another model.
+
+    It is no ``CheckpointError``, after which an older checkpoint is tried: no older one would fit better.
+    """
 
     exit_code = CheckpointError.exit_code
 
@@ -82,28 +85,31 @@ class Checkpoints:
 
 
 class Resumer:
-    """Fills the state from a run's checkpoints: ``open`` what all share, ``fill`` what this worker holds.
+    """Reads a run's checkpoints into its state: ``open`` what all workers share, ``fill`` what this worker holds.
 
-    ``CheckpointError`` means that a checkpoint is damaged, which is also told here: an older one may be sound.
+    Both raise ``CheckpointError`` for a damaged checkpoint, and log it: an older one may be sound. They raise
+    ``Unfit`` for a checkpoint of another model.
     """
 
     def __init__(self, settings: Checkpoints, state: State, events: Events) -> None:
         self.settings = settings
         self._state = state
         self._events = events
-        self._before = ""  # the settings of the run that saved what is open
-        self._files: list[str] = []  # of the checkpoint that was read last
-        self._longest: int | None = None  # steps for which a log lasts, if there is a limit
+        self._before = ""  # settings of the run that saved the open checkpoint
+        self._files: list[str] = []  # names of the files of the checkpoint that was read last
+        self._longest: int | None = None  # steps for which the log has room; None: no limit
 
     def resume(self, ranks: Ranks | None = None, *, hold: Callable[[], None] = lambda: None) -> bool:
-        """Fills the state from the newest checkpoint that is sound for everybody; False if there is none yet.
+        """Fill the state from the newest checkpoint that is sound for every worker; return False if there is none yet.
 
-        All workers of ``ranks`` call it together. ``hold`` is called when what all share is known, and gives the
-        model memory for what this worker is to hold; it is called again if an older checkpoint has to be taken.
+        All workers of ``ranks`` call it together. ``hold`` is called after ``open``, to give the layers of this worker
+        memory, and again for each older checkpoint that is tried. Raises ``CheckpointError`` if all checkpoints
+        are damaged, ``Unfit`` if one is of another model.
         """
         ranks = ranks or Alone()
         found = together(ranks, "resume", lambda: self.candidates() if ranks.rank == 0 else [])
-        steps: list[int] = json.loads(ranks.exchange(json.dumps(found).encode())[0])  # others may see them later
+        # The first worker's list counts: on a network's file system others may see new folders later.
+        steps: list[int] = json.loads(ranks.exchange(json.dumps(found).encode())[0])
         failures: list[CheckpointError] = []
         for step in steps:
             failure = self.agreed(ranks, step, self.open)
@@ -120,7 +126,10 @@ class Resumer:
         return False
 
     def agreed(self, ranks: Ranks, step: int, work: Callable[[int], None]) -> CheckpointError | None:
-        """What kept somebody from doing the work. What does not fit is raised, everywhere."""
+        """Do ``work(step)`` on all workers; return the error of one that failed, or None.
+
+        Raises ``Unfit`` on every worker if the checkpoint does not fit one of them.
+        """
         failure: CheckpointError | None = None
         misfit: Unfit | None = None
         try:
@@ -142,10 +151,10 @@ class Resumer:
                 failure = CheckpointError(f"worker {rank} sees another checkpoint of step {step} than others do")
         return failure
 
-    # --- its parts -------------------------------------------------------------------------------
+    # --- the parts of resuming -------------------------------------------------------------------
 
     def candidates(self) -> list[int]:
-        """The steps that can be tried, newest first; says so if there is none."""
+        """Return the steps with a checkpoint, newest first. Raises ``CheckpointError`` if the folder is itself one."""
         root = self.settings.root
         with explained(root, "create"):
             make_folder(root.absolute())
@@ -160,7 +169,7 @@ class Resumer:
         return steps[::-1]
 
     def open(self, step: int) -> None:
-        """Takes over what all workers share, and checks that the checkpoint is of this model; reads no layers."""
+        """Take over what all workers share, and check that the checkpoint is of this model. Reads no layers."""
         label = self._state.progress.label
         into = self._state.targets(nothing)
         catalogue = self._read(step, into)
@@ -177,33 +186,33 @@ class Resumer:
         progress.seconds = catalogue.details.get("seconds", 0.0)
 
     def fill(self, step: int) -> None:
-        """Fills what has memory here. Before an error is found, some of it may have been filled: do not use it then."""
+        """Read all layers that have memory here. After an error some of them may be overwritten: do not use them."""
         self._read(step, self._state.targets())
         self._state.forget()
 
     def fill_units(self, step: int, units: Collection[int]) -> None:
-        """Fills some units alone, of a run that goes on; the optimizer's settings have to be put right afterwards."""
+        """Read some units only, while a run goes on. The caller restores the optimizer's settings afterwards."""
         with self._state.others_keep_their_slots(units):
             self._read(step, self._state.targets(lambda unit: unit.number in units))
 
     def limit(self, longest: int | None) -> None:
-        """Save at least every ``longest`` steps: a log lasts no longer. None: there is no limit."""
+        """Save at least every ``longest`` steps, because the log has room for no more. None: no limit."""
         self._longest = longest
 
     @property
     def interval(self) -> int:
-        """Steps from checkpoint to checkpoint, as far as is known."""
+        """Steps from one checkpoint to the next, as far as is known."""
         if self.settings.every != "auto":
             return self.settings.every
         progress = self._state.progress
         return max((progress.due or 0) - (progress.saved or 0), self.settings.first)
 
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, oldest first."""
+        """Return the steps that have a complete checkpoint, oldest first."""
         return series.steps_in(self.settings.root)
 
     def _announce(self, step: int) -> None:
-        """One worker says that all have resumed, and removes what earlier saves have left undone."""
+        """Log that all have resumed, and remove unfinished checkpoints. The first worker calls it."""
         folder, label = series.folder_of(self.settings.root, step), self._state.progress.label
         logger.info("resumed from %s", folder)
         if self._before != label:

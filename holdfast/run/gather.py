@@ -1,4 +1,4 @@
-"""What needs the layers of all workers: the model as one file, and the hash of the whole state."""
+"""Gathering of all workers' layers: to write the model as one file, and to hash the whole state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ WRITER = 0  # the rank that writes the file
 
 
 class Holders(Protocol):
-    """Who holds which layer, as a ``Layout`` says it."""
+    """The holders of each layer, such as a ``Layout``."""
 
     def holders(self, layer: int) -> tuple[int, ...]:
-        """Ranks, ascending."""
+        """Return the ranks that hold a layer, ascending."""
 
 
 def gather_sha256(group: Group | None, state: State, *, weights_only: bool = False) -> str:
-    """The hash of the whole state, the same on every worker. All of the group call it; what is sent is small."""
+    """Return the hash of the whole state, the same on every worker. All of the group call it.
+
+    Only digests are sent. Raises ``Broken``, or ``HoldfastError`` if nobody holds a part of the state.
+    """
     if group is None:
         return state.sha256(weights_only=weights_only)
     mine = state.digests(weights_only=weights_only)
@@ -41,10 +44,11 @@ def gather_sha256(group: Group | None, state: State, *, weights_only: bool = Fal
 
 
 def write_model(group: Group | None, model: LayeredModel, layout: Holders | None, path: Path) -> None:
-    """The first worker writes all weights as one safetensors file, whole or not at all; all of the group call it.
+    """Write all weights as one safetensors file, whole or not at all. All of the group call it, the first one writes.
 
-    The others send it what it lacks, block by block as it writes: beside its own layers it holds one block. A tied
-    weight is written once, and its other names are noted as ``save_model`` of safetensors does.
+    The others send the weights that it lacks, block by block as it writes, so it needs memory for one block only. A
+    tied weight is written once, and its other names are noted as ``save_model`` of safetensors does. Raises
+    ``Broken``, and ``HoldfastError`` if the file cannot be written or nobody holds a weight.
     """
     rank = WRITER if group is None else group.rank
     named = Names(model).saved(model.is_held)
@@ -59,14 +63,16 @@ def write_model(group: Group | None, model: LayeredModel, layout: Holders | None
     if rank == WRITER:
         _write(image, path)
         return
-    # The same blocks in the same order; there is nothing to be written, but each part is sent when its turn comes.
+    # This worker walks through the same blocks in the same order, writes nothing, and sends its parts when they come.
     scratch: Bytes = np.empty(BLOCK, dtype=np.uint8)
     for start in blocks_of(image.size):
         image.fill(start, min(start + BLOCK, image.size), scratch)
 
 
 def first_names(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, str]:
-    """The name under which each tensor is written: the first, in alphabetical order, of those that it has.
+    """Return the name under which each tensor is written: the first of its names in alphabetical order.
+
+    Raises ``UsageError`` for a name without a tensor.
 
     >>> w = torch.zeros(1)
     >>> first_names({"head": w, "embed": w, "bias": torch.zeros(1)})
@@ -83,7 +89,7 @@ def first_names(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, str]:
 
 
 def _sender(name: str, one: Named, layout: Holders | None) -> int:
-    """Who gives a tensor: the writer if it can, or else the lowest rank that holds it."""
+    """Return the rank that provides a tensor: the lowest that holds it, so the writer itself if it can."""
     if layout is None or not one.layers:
         return WRITER
     ranks = [rank for layer in one.layers for rank in layout.holders(layer)]
@@ -94,6 +100,7 @@ def _sender(name: str, one: Named, layout: Holders | None) -> int:
 
 
 def _array(name: str, one: Named, sender: int, rank: int, group: Group | None) -> Array:
+    """Return a tensor's place in the file, with the function that reads, sends or receives its bytes on this rank."""
     assert one.tensor is not None
     if sender == rank and not one.held:
         raise HoldfastError(f"{name} is not held here", hint="write the model once training has begun")
@@ -110,11 +117,12 @@ def _described(name: str, tensor: torch.Tensor, fill: Callable[[int, int, Bytes]
 
 
 def _nothing(start: int, stop: int, out: Bytes) -> None:
-    """For who neither has the tensor nor writes it."""
+    """Do nothing: this rank neither provides the tensor nor writes it."""
 
 
 def _sending(group: Group, tensor: torch.Tensor) -> Callable[[int, int, Bytes], None]:
-    """Weights stay as they are until the vote, so they are sent from where they are."""
+    """Return a function that sends a range of a tensor's bytes. Nothing is copied: weights do not change until the
+    vote."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     line = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else None
 
@@ -126,6 +134,8 @@ def _sending(group: Group, tensor: torch.Tensor) -> Callable[[int, int, Bytes], 
 
 
 def _receiving(group: Group, sender: int, device: torch.device) -> Callable[[int, int, Bytes], None]:
+    """Return a function that receives a range of a tensor's bytes."""
+
     def receive(start: int, stop: int, out: Bytes) -> None:
         place = torch.from_numpy(out)
         room = place if device.type == "cpu" else torch.empty_like(place, device=device)
@@ -137,11 +147,12 @@ def _receiving(group: Group, sender: int, device: torch.device) -> Callable[[int
 
 
 def _write(image: Image, path: Path) -> None:
+    """Write the file under another name, and rename it when it is complete."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.unlink(missing_ok=True)
-        write_blocks(unfinished, image.size, image.fill, threads=1)  # in order: as it is sent
+        write_blocks(unfinished, image.size, image.fill, threads=1)  # one thread: blocks arrive in order
         unfinished.replace(path)
         sync_folder(path.parent)
     except OSError as e:

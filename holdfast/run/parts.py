@@ -23,7 +23,7 @@ from holdfast.log.log import Log, LogSettings
 from holdfast.plan.profile import Profile
 from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.replay import Replayer
-from holdfast.run.saving import Saver
+from holdfast.run.saver import Saver
 from holdfast.run.settings import Settings
 from holdfast.sync.policy import refuse_talking_layers
 from holdfast.undo.undo import check, undo_step

@@ -1,7 +1,7 @@
 """Reports of what workers have written for a checkpoint, left as files beside its data.
 
-Training goes on while a checkpoint is written, so the group is busy then. A worker leaves its report beside
-its data; the first one collects them.
+Training goes on while a checkpoint is written, so the group's connections are busy then. Each worker leaves its report
+as a file beside its data, and the first worker collects them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from holdfast.checkpoint import index
 from holdfast.checkpoint.saving import Save, WriteReport, read_report, write_report
 from holdfast.errors import CheckpointError
 
-PATIENCE = 3.0  # seconds for a report that was written to be seen through a network's file system
-FAILED = b"failed"
+PATIENCE = 3.0  # seconds for a report to become visible on a network's file system, once no more will be written
+FAILED = b"failed"  # content of the report of a worker that could not write its share
 
 
 def post(save: Save, report: WriteReport | None) -> None:
-    """Leaves this worker's report beside its data, or the word that there will be none."""
+    """Leave this worker's report beside its data; None: leave the note that its share could not be written.
+
+    Raises ``OSError`` if a report cannot be written.
+    """
     target = save.path / index.report_name(save.id, save.ranks.rank)
     unfinished = target.with_suffix(".unfinished")
     try:
         unfinished.write_bytes(FAILED if report is None else write_report(report))
-        unfinished.replace(target)  # under its name only when it is complete
+        unfinished.replace(target)  # it gets its name only when it is complete
     except OSError:
         if report is not None:
             raise
@@ -37,10 +40,10 @@ def collect(
     alive: Callable[[], Collection[str]],
     everywhere: threading.Event,
 ) -> list[WriteReport]:
-    """All reports, in the order of the ranks. Does not wait for one that cannot come any more.
+    """Wait for the reports of all members; return them by rank. Raises ``CheckpointError`` if one will never come.
 
-    None will come from a worker that is lost, nor from anybody once it is known that all have written
-    what they ever will (``everywhere``).
+    That is so if a member is not ``alive`` any more, or has not reported once ``everywhere`` is set: then all have
+    written what they ever will.
     """
     found: dict[int, bytes] = {}
     hopeless_since: float | None = None

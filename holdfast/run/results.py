@@ -1,4 +1,7 @@
-"""Results that all workers ask for together, outside of steps: each once, and again for those who have joined since."""
+"""Results that all workers ask for together, outside of steps: evaluations, the model as a file, the hash.
+
+Each is computed once. Its value is remembered for workers that join later and ask for it again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from holdfast.run.script import Script
 
 
 class Settle(Protocol):
-    """Makes replicas equal that train apart; ``full``: the optimizer's state too."""
+    """A function that makes replicas equal that train apart. ``full``: the optimizer's state too."""
 
     def __call__(self, why: str, *, full: bool = True) -> None: ...
 
@@ -31,22 +34,23 @@ class Results:
         self._engine, self._state, self._cohort, self._script, self._settle = engine, state, cohort, script, settle
 
     def evaluate(self, dataset: Dataset, measure: Loss) -> float:
-        if self._cohort.group is None:  # before training: nobody to share with
+        """Return the mean of ``measure(output, target)`` over a data set. Raises ``UsageError`` if it is empty."""
+        if self._cohort.group is None:  # before training this worker is on its own
             self._engine.model.make_whole()
             return tree_sum(self._engine.evaluate(dataset, measure, alone()))
         return self._once(Evaluation(self._engine, dataset, measure), "an evaluation")
 
     def save_model(self, path: Path) -> None:
+        """Write the model as one safetensors file. Raises ``HoldfastError`` if that is not possible."""
         if self._cohort.group is None:
             write_model(None, self._engine.model, None, path)
         else:
             self._once(WriteModel(self._engine, path), "the model is saved")
 
     def _once(self, operation: Operation, why: str) -> float:
-        """Commits an operation unless it was committed before this worker joined.
+        """Commit an operation, unless it was committed before this worker joined; return its value.
 
-        A joiner's script runs through loops that are over without entering their bodies, so only what
-        comes after a loop has to be remembered for it.
+        A joiner's script skips the bodies of loops that are over, so only operations after a loop are remembered.
         """
 
         def commit() -> float:
@@ -57,6 +61,7 @@ class Results:
         return float(self._remembered("operation", commit))
 
     def sha256(self, *, weights_only: bool = False) -> str:
+        """Return the hash of the run's state, or of the weights alone, the same on every worker."""
         if self._cohort.group is None:
             return self._state.sha256(weights_only=weights_only)
 
@@ -64,10 +69,11 @@ class Results:
             self._settle("a hash")
             return self._hash(weights_only)
 
-        # Not counted with the others: whole workers may ask alone.
+        # Hashes are counted separately: a worker that holds the whole model may ask for one alone.
         return str(self._remembered("hash", compute))
 
     def _remembered(self, kind: str, find: Callable[[], Any]) -> Any:
+        """Return the remembered value of what the script asks for here, or find it and remember it."""
         key = self._script.next_key(kind)
         known = self._state.progress.results
         if key in known:
@@ -86,7 +92,7 @@ class Results:
 
 
 class Evaluation(Operation):
-    """The mean of a measure over a data set, as an operation that all workers share."""
+    """The operation that computes the mean of a measure over a data set, shared by all workers."""
 
     kind: Kind = "evaluation"
 
@@ -98,7 +104,10 @@ class Evaluation(Operation):
 
 
 class WriteModel(Operation):
-    """The model as one file. It is written before the vote: if the writer is lost, the next one writes it again."""
+    """The operation that writes the model as one file.
+
+    The file is written before the vote: if the writer is lost, the next one writes it again.
+    """
 
     kind: Kind = "save"
 
@@ -111,7 +120,7 @@ class WriteModel(Operation):
 
 
 class GatherHash(Operation):
-    """The hash of the state that all workers hold together; ``found`` is the same on each."""
+    """The operation that computes the hash of the state that all workers hold together, in ``found``."""
 
     kind: Kind = "hash"
 

@@ -36,7 +36,7 @@ from holdfast.plan.placement import Placement
 from holdfast.recovery.resume import Checkpoints
 from holdfast.run.parts import make_arranger, make_engine, make_label
 from holdfast.run.results import Results
-from holdfast.run.saving import Saver
+from holdfast.run.saver import Saver
 from holdfast.run.script import Script
 from holdfast.run.script import Step as Step
 from holdfast.run.settings import Settings

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.study.inside import disk
+from holdfast.study.inside import file_control
 from holdfast.study.models import gpt
 from holdfast.study.process import Failed
 from holdfast.study.witness import Looked, Witness, a_few
@@ -101,7 +101,7 @@ def damage_rows(witness: Witness, form: str, folder: Path, *, seed: int) -> list
         row = row_about(witness.framework, form, what)
         try:
             witness.save_old(form, folder)
-            largest = max(disk.files_of(folder), key=lambda file: file.stat().st_size)
+            largest = max(file_control.files_of(folder), key=lambda file: file.stat().st_size)
             tried = [_try(witness, form, folder, damage) for damage in _damages(what, largest, source)]
             if witness.look(form, folder)["digests"] != witness.old:
                 raise Failed("what was repaired does not load any more: the errors may not be the damage's")

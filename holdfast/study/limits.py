@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.checkpoint.disk import BLOCK, BUFFERS, blocks_of, in_parallel, open_direct
 from holdfast.measuring import warm_buffer, write_direct
-from holdfast.study.inside import disk
+from holdfast.study.inside import file_control
 
 LARGE = 256 << 20  # bytes that are copied at once: more than any cache
 
@@ -61,12 +61,12 @@ def measure(folder: Path, nbytes: int, copy: Copy) -> dict[str, float]:
         work()
         found[name] = time.monotonic() - begin
 
-    disk.empty(folder)
+    file_control.empty(folder)
     timed("raw disk", lambda: write_direct(folder, nbytes))
-    disk.drop_from_cache(folder)
+    file_control.drop_from_cache(folder)
     timed("raw read", lambda: read(folder))
-    disk.empty(folder)
+    file_control.empty(folder)
     timed("raw buffered", lambda: write_buffered(folder, nbytes))
     timed("memory copy", copy)
-    disk.empty(folder)
+    file_control.empty(folder)
     return found

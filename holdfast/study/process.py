@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.errors import HoldfastError
-from holdfast.study.inside.disk import memory_of
+from holdfast.study.inside.file_control import memory_of
 
 INSIDE = Path(__file__).parent / "inside" / "__main__.py"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}

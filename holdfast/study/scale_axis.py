@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.measuring import free_port, spread
-from holdfast.study.inside import disk
+from holdfast.study.inside import file_control
 from holdfast.study.models import Shape, elements
 from holdfast.study.process import Failed, Process, Start
 from holdfast.study.turns import Say
@@ -95,7 +95,7 @@ def _turn(crew: Crew, cases: Sequence[ScaleCase], folder: Path, *, counted: bool
     """Save once with every strategy, on one number of ranks."""
     for case in cases:
         try:
-            disk.empty(folder)
+            file_control.empty(folder)
             answers = crew.save(case.strategy, case.ranks, folder)
         except (Failed, OSError) as e:
             case.error = str(e)
@@ -103,7 +103,7 @@ def _turn(crew: Crew, cases: Sequence[ScaleCase], folder: Path, *, counted: bool
         if counted:
             case.seconds.append([answer["seconds"] for answer in answers])
             case.written.append([answer["written"] for answer in answers])
-            case.on_disk.append(sum(each.stat().st_size for each in disk.files_of(folder)))
+            case.on_disk.append(sum(each.stat().st_size for each in file_control.files_of(folder)))
 
 
 class Crew:

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.study.adapters.base import SaveFormat
 from holdfast.study.framework_processes import LIMIT, FrameworkProcesses
-from holdfast.study.inside import disk
+from holdfast.study.inside import file_control
 from holdfast.study.limits import Copy, measure
 from holdfast.study.models import StudyModel
 from holdfast.study.process import Failed, Start
@@ -109,7 +109,7 @@ def _turn(processes: FrameworkProcesses, record: FormatRounds, folder: Path, *, 
     except (Failed, OSError) as e:
         record.error = str(e)
     finally:
-        disk.empty(folder)
+        file_control.empty(folder)
 
 
 def _peak(fork: Start, model: StudyModel, record: FormatRounds, folder: Path, seed: int) -> int | None:

@@ -1,7 +1,8 @@
-"""Updates each layer as soon as its gradient is complete, before the step is known to count, and can take it back."""
+"""Eager updates: each layer is updated as soon as its gradient is complete, before the vote, and can be undone."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,24 +14,27 @@ from holdfast.engine.model import LayeredModel
 from holdfast.engine.update import Terms, Update
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.undo.ledger import Ledger
-from holdfast.words import say_aloud
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Undone:
-    """Units that were taken back, and those that are torn: neither old nor new."""
+    """Units whose update was undone, and *torn* units: their update stopped halfway and cannot be undone."""
 
     units: set[int]
     torn: set[int]
 
 
 class Eager:
-    """The eager half of a step: what happens before its vote.
+    """The part of a step's update that happens before its vote.
 
-    Parameters change in the reduction's thread, while the backward pass of earlier layers goes on: autograd is done
-    with their values by then, and only the gradients of these parameters may be touched. A weight that several layers
-    share waits for the end, when its uses are added up. A step that is given up is taken back with the gradients
-    that it used, which are still where they were summed: nothing is copied.
+    Parameters change in the reduction's thread, while the backward pass of earlier layers goes on. That is safe:
+    autograd has finished with the values of these parameters, and only their own gradients are touched. A weight that
+    several layers share is updated at the end, when the gradients of its uses are added up. A step that is given up
+    is undone with the gradients that it used. They are still where they were summed, so nothing is copied.
+
+    Raises ``UsageError`` if the optimizer has a hook that runs before each step.
     """
 
     def __init__(self, model: LayeredModel, update: Update) -> None:
@@ -53,28 +57,32 @@ class Eager:
         return self._units(self._ledger.begun)
 
     def begin(self, step: int) -> None:
+        """Begin a step: set its learning rate. The step before it must have been committed or undone."""
         assert not self._ledger.begun, "a step begins on top of another"
         self._step = step
         self._update.begin(step)
 
     def summed(self, bucket: Bucket) -> None:
-        """The gradients of a bucket are complete. Called in the reduction's thread."""
+        """Update the parameters of a bucket whose gradients are complete. Called in the reduction's thread."""
         self._change([p for p in bucket.parameters if id(p) in self._own])
         faults.point("eager")
 
     def added_up(self) -> None:
-        """The uses of shared weights are added up: the rest of the step."""
+        """Update the shared weights: the gradients of their uses are added up now."""
         self._change([p for p in self._shared if p.grad is not None])
 
     def commit(self) -> Terms:
-        """The step counts: from here on nothing can take it back."""
+        """Make the step final, and return how it was applied. It cannot be undone any more."""
         self._ledger.clear()
         terms = self._update.terms()
         self._update.end()
         return terms
 
     def undo(self) -> Undone:
-        """Take back what the current step has done; return what was, and what is torn, which nothing can take back."""
+        """Undo what the current step has changed so far; return which units were undone, and which are torn.
+
+        Raises ``HoldfastError`` if the very first step is torn: there is no earlier state to get from others.
+        """
         ledger = self._ledger
         if not ledger.begun:
             return Undone(units=set(), torn=set())
@@ -82,13 +90,13 @@ class Eager:
         try:
             if not faults.sabotaged("skip-undo"):
                 self._update.undo(ledger.done, first=ledger.first)
-        except (
-            UsageError
-        ) as e:  # numbers that have left their range, and it has changed nothing: others may be better off
-            say_aloud(str(e))
+        except UsageError as e:
+            # Some numbers have left their range. Nothing was undone, so all of it counts as torn: others may still
+            # hold these units, or the log may bring them back.
+            logger.warning("%s", e)
             undone, torn = set(), undone | torn
         ledger.clear()
-        if torn and not self._step:  # nobody would notice that it is gone
+        if torn and not self._step:  # before the first commit a new generation would begin from this worker's values
             raise HoldfastError("the first step could not be taken back", hint="the run has to begin again")
         return Undone(units=undone - torn, torn=torn)
 

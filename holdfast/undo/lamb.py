@@ -1,4 +1,4 @@
-"""LAMB, with the trust ratio of the last step kept in its state: without the ratio a step cannot be undone."""
+"""The optimizer LAMB. It keeps the trust ratio of the last step: without the ratio a step cannot be undone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Lamb(Optimizer):
 
     For each tensor: u = m̂ / (√v̂ + eps) + weight_decay · p, then p ← p − lr · (|p| / |u|) · u. The ratio is 1 where
     either norm is 0. It is kept as ``trust_ratio`` beside m and v, one number a tensor, and is 0 after an undo.
+
+    ``params``: as for any torch optimizer. Raises UsageError for a negative rate, eps or decay, or betas not in [0, 1).
 
     >>> p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = Lamb([p], lr=0.1)
@@ -43,6 +45,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; return what ``closure``, if given, returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,8 +1,11 @@
 """The inverse of one optimizer step on one parameter, for each optimizer that has one.
 
-All arithmetic is in float64 with each scalar rounded as the kernel rounded it, and each result is rounded once: for
-float32 the error is then what the step itself lost. Work goes block by block, so that a large tensor needs no
-temporaries of its size.
+All arithmetic is in float64. Each scalar is first rounded as the kernel rounded it, and each result is rounded once,
+so for float32 the error is no more than what the step itself lost. Work goes block by block, so that a large tensor
+needs no temporaries of its size.
+
+Each optimizer has three functions: ``_x_refusal`` returns why a part cannot be undone ("" if it can), ``_x_undo``
+undoes it in place, and ``_x_scalars`` returns the rounded hyper-parameters that both use.
 """
 
 from __future__ import annotations
@@ -27,22 +30,22 @@ class Part:
     grad: Tensor
     state: dict[str, Any]
     group: Group
-    initial: float = 0.0  # Adagrad: what the sum of squares began with
-    overwritten: bool = False  # the kernel has left g + momentum * buffer where the gradient was
+    initial: float = 0.0  # Adagrad: the first value of the sum of squares
+    overwritten: bool = False  # the kernel has written g + momentum * buffer over the gradient
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How an optimizer's step is inverted. ``refusal`` says in words why a part cannot be; it changes nothing."""
+class UndoRule:
+    """The inverse of an optimizer's step."""
 
-    slots: Callable[[Group], tuple[str, ...]]  # the tensors of the parameter's shape that a step needs
-    refusal: Callable[[Part], str]
-    undo: Callable[[Part], None]  # parameter and slots; counters and the state of a first step are the caller's
-    is_first: Callable[[Part], bool | None]  # was this the first step? None: it cannot be told
+    slots: Callable[[Group], tuple[str, ...]]  # names of the state tensors, shaped as the parameter, that it needs
+    refusal: Callable[[Part], str]  # why a part cannot be undone, or ""; changes nothing
+    undo: Callable[[Part], None]  # undoes parameter and slots; the caller undoes counters, and a first step's state
+    is_first: Callable[[Part], bool | None]  # whether it was the part's first step; None: it cannot be told
 
 
 def rounded(value: float | Tensor, p: Tensor) -> float:
-    """A scalar as the kernel used it: in the parameter's precision.
+    """Return a scalar as the kernel used it, in the parameter's precision.
 
     >>> rounded(0.1, torch.zeros(1, dtype=torch.float32))
     0.10000000149011612
@@ -51,7 +54,7 @@ def rounded(value: float | Tensor, p: Tensor) -> float:
 
 
 def rate(group: Group) -> float | Tensor:
-    """The learning rate as it enters the scalar arithmetic: fused kernels read a tensor as a number first."""
+    """Return the learning rate as it enters the scalar arithmetic. Fused kernels turn a tensor into a number first."""
     lr: float | Tensor = group["lr"]
     if isinstance(lr, Tensor):
         return float(lr) if group.get("fused") else lr.detach().cpu().squeeze()
@@ -59,11 +62,12 @@ def rate(group: Group) -> float | Tensor:
 
 
 def signed(part: Part) -> float:
+    """Return the sign that the step gives the gradient: -1 with ``maximize``."""
     return -1.0 if part.group.get("maximize") else 1.0
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of corresponding blocks, whatever the memory order; cut along the longest dimension."""
+    """Yield views of corresponding blocks, cut along the longest dimension. Any memory order will do."""
     shape = tensors[0].shape
     if tensors[0].numel() <= BLOCK:
         yield tensors
@@ -74,7 +78,7 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def rewrite(targets: list[Tensor], inputs: list[Tensor], inverse: Blocks) -> None:
-    """Replaces targets by what ``inverse`` gives of targets and inputs, block by block."""
+    """Overwrite the targets with ``inverse(*targets, *inputs)``, block by block."""
     targets, inputs = [t.detach() for t in targets], [t.detach() for t in inputs]
     for block in blocks(*targets, *inputs):
         found = inverse(*block)
@@ -83,12 +87,12 @@ def rewrite(targets: list[Tensor], inputs: list[Tensor], inverse: Blocks) -> Non
 
 
 def as_stored(value: Tensor, p: Tensor) -> Tensor:
-    """Rounded to what the tensor could hold: a weight that comes back exactly gives the kernel's own decay term."""
+    """Return a value rounded to the tensor's dtype: only a rounded weight gives the decay term that the kernel used."""
     return value if p.dtype == torch.float64 else value.to(p.dtype).double()
 
 
 def singular(factor: float, p: Tensor) -> bool:
-    """Dividing by the factor would lose more than half of the digits."""
+    """Whether dividing by the factor would lose more than half of the digits."""
     return abs(factor) < float(torch.finfo(p.dtype).eps) ** 0.5
 
 
@@ -113,7 +117,10 @@ def _sgd_refusal(part: Part) -> str:
 
 
 def _sgd_p(part: Part) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """From p after the step, gradient and buffer: p before the step, and the gradient with its decay term."""
+    """Return a function of (p after the step, gradient, buffer).
+
+    It returns p before the step, and the gradient with its decay term.
+    """
     lr, decay, momentum, _ = _sgd_scalars(part)
     sign, nesterov = signed(part), part.group["nesterov"]
 
@@ -147,7 +154,10 @@ def _sgd_undo(part: Part) -> None:
 
 
 def _sgd_is_first(part: Part) -> bool | None:
-    """The first step makes the buffer of the gradient itself, without dampening. Zeros say nothing."""
+    """Whether the momentum buffer is the gradient itself, as the first step makes it, without dampening.
+
+    None if the buffer is all zeros, which shows nothing. ``slack`` allows for the rounding of the decay term.
+    """
     lr, decay, momentum, _ = _sgd_scalars(part)
     if momentum == 0:
         return False
@@ -166,19 +176,21 @@ def _sgd_is_first(part: Part) -> bool | None:
 
 
 def finite(value: Tensor, p: Tensor) -> Tensor:
-    """A tiny momentum magnifies the last digit beyond what the precision holds: a number all the same."""
+    """Clamp a value into the dtype's range. Dividing by a tiny momentum may magnify a rounding error beyond it."""
     most = float(torch.finfo(p.dtype).max)
     return value.clamp_(-most, most)
 
 
 def _counts_one(part: Part) -> bool:
+    """Whether the state's counter shows that it was the first step."""
     return float(part.state["step"]) == 1
 
 
 def _moments(part: Part) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """From m and v after the step and the gradient: m and v before it.
+    """Return a function of (m, v after the step, gradient) that returns m and v before it.
 
-    They are zero before the first step, and where a beta of 0 has wiped them out: the next step will do so again.
+    Both are zero before the first step. They are also set to zero where a beta of 0 has wiped them out: their old
+    values are lost, but the next step wipes them out again.
     """
     beta1, beta2 = part.group["betas"]
     share1, share2 = rounded(1 - float(beta1), part.p), rounded(1 - float(beta2), part.p)
@@ -196,7 +208,7 @@ def _moments(part: Part) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Ten
 
 
 def _adam_decay(part: Part) -> float:
-    """The factor of decoupled weight decay."""
+    """Return the factor of decoupled weight decay."""
     group = part.group
     if not group["decoupled_weight_decay"] or group["weight_decay"] == 0:
         return 1.0
@@ -274,7 +286,7 @@ def _adagrad_refusal(part: Part) -> str:
     if decay == 0:
         return ""
     for (total,) in blocks(part.state["sum"]):
-        # Element by element: what decay leaves of a weight that hardly has gradients.
+        # The share of each weight that decay leaves. It is smallest where there were hardly any gradients.
         left = 1 - size * decay / (total.double().sqrt() + eps)
         if singular(float(left.abs().min()) if left.numel() else 1.0, part.p):
             return "weight decay took all of some weights (1 - lr * weight_decay / (sqrt(sum) + eps) is about 0)"
@@ -298,12 +310,12 @@ def _adagrad_undo(part: Part) -> None:
     rewrite([part.p, part.state["sum"]], [part.grad], inverse)
 
 
-SGD = Rule(
+SGD = UndoRule(
     slots=lambda group: ("momentum_buffer",) if group["momentum"] != 0 else (),
     refusal=_sgd_refusal,
     undo=_sgd_undo,
     is_first=_sgd_is_first,
 )
-ADAM = Rule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_adam_refusal, undo=_adam_undo, is_first=_counts_one)
-LAMB = Rule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_lamb_refusal, undo=_lamb_undo, is_first=_counts_one)
-ADAGRAD = Rule(slots=lambda _: ("sum",), refusal=_adagrad_refusal, undo=_adagrad_undo, is_first=_counts_one)
+ADAM = UndoRule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_adam_refusal, undo=_adam_undo, is_first=_counts_one)
+LAMB = UndoRule(slots=lambda _: ("exp_avg", "exp_avg_sq"), refusal=_lamb_refusal, undo=_lamb_undo, is_first=_counts_one)
+ADAGRAD = UndoRule(slots=lambda _: ("sum",), refusal=_adagrad_refusal, undo=_adagrad_undo, is_first=_counts_one)

@@ -1,4 +1,4 @@
-"""Undoes an optimizer's last step from the gradients that it used: no copy of the state is needed."""
+"""Undo of an optimizer's last step, from the gradients that it used. No copy of the state is needed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from holdfast.errors import UsageError
 from holdfast.undo import rules as undo_rules
 from holdfast.undo.lamb import Lamb
-from holdfast.undo.rules import Group, Part, Rule
+from holdfast.undo.rules import Group, Part, UndoRule
 
 Gradients = Mapping[Parameter, Tensor] | Sequence[Tensor | None]
 HINT = "use SGD, Adam, AdamW, Adagrad or Lamb, or give the optimizer a method undo(p, grad, state, group)"
 
-RULES: dict[type[Optimizer], Rule] = {
+RULES: dict[type[Optimizer], UndoRule] = {
     SGD: undo_rules.SGD,
     Adam: undo_rules.ADAM,
     AdamW: undo_rules.ADAM,
@@ -29,6 +29,7 @@ RULES: dict[type[Optimizer], Rule] = {
 }
 
 _UNWRITTEN = "no inverse of its step has been written"
+# Optimizers of torch whose steps cannot be undone, and why.
 REFUSED = {
     "LBFGS": "one step evaluates the model several times along a line, and what it tried is not kept",
     "SparseAdam": "it updates the rows that a sparse gradient names, and does not keep which",
@@ -42,6 +43,7 @@ REFUSED = {
     "RAdam": _UNWRITTEN,
     "RMSprop": _UNWRITTEN,
 }
+# Options with which no optimizer's step can be undone, and why.
 OPTIONS = {
     "amsgrad": "it keeps the maximum of old and new, and the smaller of them is gone",
     "capturable": "its counters live in a graph on the device",
@@ -50,7 +52,7 @@ OPTIONS = {
 
 
 def check(optimizer: Optimizer) -> None:
-    """UsageError, in words, if the optimizer's steps cannot be undone. For when it is made, not when it is too late.
+    """Raise UsageError if the optimizer's steps cannot be undone. Call it when the optimizer is made.
 
     >>> p = Parameter(torch.ones(2))
     >>> check(torch.optim.AdamW([p]))
@@ -84,13 +86,13 @@ def check(optimizer: Optimizer) -> None:
 
 
 def undo_step(optimizer: Optimizer, grads: Gradients, *, first: Collection[Parameter] | None = None) -> None:
-    """The inverse of the ``step()`` that used these gradients, up to rounding (docs/undo.md has the bounds).
+    """Undo the ``step()`` that used these gradients, up to rounding (docs/undo.md has the bounds).
 
-    ``grads``: by parameter, or in the order of the optimizer's parameters with None for those that the step did not
-    update: they are left alone. Pass the gradients as the step left them in ``p.grad``, or copies made before it.
-    The hyper-parameters in ``param_groups`` must be those of that step: undo a scheduler's step first.
-    ``first``: parameters for which it was the very first step: their state is removed. Worked out if not given.
-    Either all is undone, or UsageError is raised and nothing has changed.
+    ``grads``: a mapping by parameter, or a sequence in the order of the optimizer's parameters, with None for a
+    parameter that the step did not update. Pass the gradients as the step left them in ``p.grad``, or copies made
+    before it. The hyper-parameters in ``param_groups`` must be those of that step: undo a scheduler's step first.
+    ``first``: the parameters for which it was the very first step: their state is removed. None: find out from it.
+    Raises UsageError if the step cannot be undone; then nothing has changed.
 
     >>> p = Parameter(torch.tensor([1.0, 2.0]))
     >>> optimizer = torch.optim.AdamW([p], lr=0.5)
@@ -118,16 +120,20 @@ def undo_step(optimizer: Optimizer, grads: Gradients, *, first: Collection[Param
             _undo(optimizer, part, rule, is_first=is_first)
 
 
-def _undo(optimizer: Optimizer, part: Part, rule: Rule, *, is_first: bool) -> None:
+def _undo(optimizer: Optimizer, part: Part, rule: UndoRule, *, is_first: bool) -> None:
+    """Undo the step of one parameter, with the counter and the state that a first step has made."""
     rule.undo(part)
-    if is_first and not isinstance(optimizer, Adagrad):  # which makes its state before the first step
+    if is_first and not isinstance(optimizer, Adagrad):  # Adagrad makes its state before the first step
         optimizer.state.pop(part.p, None)
     elif "step" in part.state:
         part.state["step"] -= 1
 
 
-def _rule(optimizer: Optimizer) -> Rule | None:
-    """The rule of its class, or of the class whose step it inherits."""
+def _rule(optimizer: Optimizer) -> UndoRule | None:
+    """Return the rule of the optimizer's class, or of the class whose step it inherits. None: there is none.
+
+    A subclass that replaces one of the methods in ``_INNER`` changes the step, so the rule does not hold for it.
+    """
     step = _unwrapped(getattr(optimizer.step, "__func__", optimizer.step))
     for known, rule in RULES.items():
         if isinstance(optimizer, known) and step is _unwrapped(known.step):
@@ -137,7 +143,7 @@ def _rule(optimizer: Optimizer) -> Rule | None:
 
 
 def _unwrapped(function: Any) -> Any:
-    """What the script or torch wrote: profiling and torch.compile wrap the methods of each class by itself."""
+    """Return the function as it was written. Profiling and torch.compile wrap the methods of each class separately."""
     while function is not None:
         inner = getattr(function, "__wrapped__", None) or getattr(function, "_torchdynamo_orig_callable", None)
         if inner is None:
@@ -146,15 +152,17 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-_INNER = ("_init_group", "_update")  # what the known optimizers' steps call of themselves
+_INNER = ("_init_group", "_update")  # methods that the steps of the known optimizers call
 
 
 def _own(optimizer: Optimizer) -> Callable[..., None] | None:
+    """Return the optimizer's own ``undo`` method, if the user gave it one."""
     own = getattr(optimizer, "undo", None)
     return own if callable(own) else None
 
 
 def _why_unknown(optimizer: Optimizer) -> str:
+    """Return why there is no rule for an optimizer."""
     for known in RULES:
         if isinstance(optimizer, known):
             return f"it changes what {known.__name__} does in a step"
@@ -165,6 +173,7 @@ def _why_unknown(optimizer: Optimizer) -> str:
 
 
 def _given(optimizer: Optimizer, grads: Gradients) -> list[tuple[Parameter, Tensor, Group]]:
+    """Return each updated parameter with its gradient and group. Raises UsageError if they do not belong together."""
     places = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     if isinstance(grads, Mapping):
         known = {p for p, _ in places}
@@ -180,6 +189,7 @@ def _given(optimizer: Optimizer, grads: Gradients) -> list[tuple[Parameter, Tens
 
 
 def _part(optimizer: Optimizer, p: Parameter, grad: Tensor, group: Group) -> Part:
+    """Return everything that undoing one parameter needs. Raises UsageError for a gradient of another shape or type."""
     if grad.is_sparse or (grad.shape, grad.dtype, grad.device) != (p.shape, p.dtype, p.device):
         raise UsageError(f"{_words(grad)} is not a gradient of {_words(p)}")
     return Part(
@@ -192,8 +202,8 @@ def _part(optimizer: Optimizer, p: Parameter, grad: Tensor, group: Group) -> Par
     )
 
 
-def _look_over(part: Part, rule: Rule) -> None:
-    """Refuses what cannot be undone. Nothing is changed before all parts have been looked over."""
+def _look_over(part: Part, rule: UndoRule) -> None:
+    """Raise UsageError if a part cannot be undone. All parts are looked over before any is changed."""
     p, grad, state, group = part.p, part.grad, part.state, part.group
     slots = rule.slots(group)
     if any(state.get(slot) is None for slot in slots) or (rule is not undo_rules.SGD and float(state["step"]) < 1):
@@ -205,14 +215,15 @@ def _look_over(part: Part, rule: Rule) -> None:
     _refuse(part, rule.refusal(part))
 
 
-def _worked_out(parts: Sequence[Part], rule: Rule) -> list[bool]:
-    """For which parts it was the first step. Where that cannot be seen, a part goes with the others."""
+def _worked_out(parts: Sequence[Part], rule: UndoRule) -> list[bool]:
+    """Return for which parts it was the first step. A part that does not show it is taken to be like the others."""
     seen = [rule.is_first(part) for part in parts]
     others = False not in seen
     return [others if each is None else each for each in seen]
 
 
-def _told(part: Part, rule: Rule, first: Collection[int]) -> bool:
+def _told(part: Part, rule: UndoRule, first: Collection[int]) -> bool:
+    """Return whether the caller said that it was a part's first step. Raises UsageError if the counter denies it."""
     told = id(part.p) in first
     if told and "step" in part.state and not rule.is_first(part):
         _refuse(part, f"it is said to be the first step, but the state counts {float(part.state['step']):g}")
@@ -220,17 +231,21 @@ def _told(part: Part, rule: Rule, first: Collection[int]) -> bool:
 
 
 def _overwritten(p: Tensor, grad: Tensor, group: Group) -> bool:
-    """torch's foreach kernel of Nesterov momentum adds the buffer into ``p.grad`` itself, unless it had to copy it."""
+    """Whether the step has overwritten the gradient.
+
+    torch's foreach kernel of Nesterov momentum adds the buffer into ``p.grad`` itself, unless it had to copy it.
+    """
     if not group.get("nesterov") or group["weight_decay"] != 0 or group["maximize"] or p.grad is None:
         return False
     foreach = group["foreach"]
     if foreach is None and group["fused"] is None:
         _, foreach = _default_to_fused_or_foreach([p], differentiable=False, use_fused=False)
-    # A version of 0 says that nobody has ever written into this tensor: a copy made before the step.
+    # A version of 0 means that nobody has ever written into this tensor: it is a copy made before the step.
     return bool(foreach) and grad.data_ptr() == p.grad.data_ptr() and grad._version > 0
 
 
 def _refuse(part: Part, reason: str) -> None:
+    """Raise UsageError if there is a reason."""
     if reason:
         raise UsageError(f"the step of {_words(part.p)} cannot be undone: {reason}")
 
@@ -240,6 +255,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _order(tensor: Tensor) -> list[int]:
+    """Return the strides that matter: a dimension of size 1 may have any."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 

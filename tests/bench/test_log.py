@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench.pipelines.entries import PipelineShape
+from bench.race_report import Bar
 from bench.races import log
-from bench.report import Bar
 from bench.running import cpu_of_turns
 from holdfast.errors import HoldfastError
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.pipelines import fewer_workers, turns
-from bench.pipelines import layers as model
+from bench.pipelines import fewer_workers, speed_contest
+from bench.pipelines import race_models as model
 from bench.pipelines.entries import Contestant, PipelineShape
 from bench.pipelines.losses import (
     Course,
@@ -24,8 +24,8 @@ from bench.pipelines.losses import (
     restarted,
     run_course,
 )
+from bench.race_report import publish
 from bench.races import pipeline
-from bench.report import publish
 from bench.running import Running, environment
 from holdfast.errors import HoldfastError
 from holdfast.plan.profile import uniform
@@ -202,7 +202,7 @@ def test_what_a_recovery_takes_beside_the_step_and_the_transfer() -> None:
 def test_memory_takes_so_many_workers(minimum: int) -> None:
     profile = uniform(12, saved_bytes=1 << 20)
     limited = replace(profile, memory=fewer_workers.memory_for(profile, minimum))
-    _, layout = turns.estimate(limited, workers=12, micro_batches=24, tolerate=1)
+    _, layout = speed_contest.estimate(limited, workers=12, micro_batches=24, tolerate=1)
     assert layout.minimum == minimum
 
 
@@ -241,4 +241,4 @@ def test_a_small_contest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_ratios_are_taken_within_a_round() -> None:
     times = {"theirs": [1.0, 10.0, 2.0], "ours": [2.0, 20.0, 1.0]}
-    assert turns.ratio(times, "theirs", "ours") == 0.5
+    assert speed_contest.ratio(times, "theirs", "ours") == 0.5

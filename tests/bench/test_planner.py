@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.race_report import publish
 from bench.races import planner
 from bench.races.planner import MODELS, PlannerSizes, failures, with_minimum
-from bench.report import publish
 from holdfast.plan.planner import PipelinePlan, make_plan
 from holdfast.plan.profile import Profile
 from holdfast.plan.template import make_templates

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.race_report import Bar
 from bench.races import sync
 from bench.replicas import findings, methods, network, sync_pictures, tasks
 from bench.replicas.processes import SyncOutcome, SyncRun, WorkerFailed, Workers, gather, workers
 from bench.replicas.schedule import BSP, FULL, LOCAL, MATCHED, OURS, QUICK, SEED, Turn, order
-from bench.report import Bar
 
 RUN = SyncRun(
     task="digits", split="iid", rate=None, seed=0, method="BSP (DDP)", kind="BSP", settings={}, lr=8e-3, steps=12

@@ -39,7 +39,7 @@ def lay(*lines: tuple[Sequence[int], Sequence[int]], size: int | None = None) ->
         ranges = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
         made.append(PlacedPipeline(ranks=tuple(ranks), layers=ranges))
     return Layout(
-        lines=tuple(made),
+        pipelines=tuple(made),
         size=size or 1 + max(max(ranks) for ranks, _ in lines),
         layers=sum(lines[0][1]),
         tolerate=len(lines) - 1,
@@ -189,7 +189,7 @@ def assert_same(job: Job, *layouts: Layout, expected: Result | None = None) -> N
         results = train(job, layout)
         seen: set[str] = set()
         for rank, result in enumerate(results):
-            assert not result.differs_from(expected), f"rank {rank} of {layout.lines}"
+            assert not result.differs_from(expected), f"rank {rank} of {layout.pipelines}"
             assert result.tensors.keys() <= expected.tensors.keys()
             seen |= result.tensors.keys()
         assert seen == expected.tensors.keys(), "somebody holds everything"

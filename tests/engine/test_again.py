@@ -75,7 +75,7 @@ class Past:
 
 
 def cuts_of(layout: Layout) -> set[int]:
-    return {layers.start for line in layout.lines for layers in line.layers[1:]}
+    return {layers.start for line in layout.pipelines for layers in line.layers[1:]}
 
 
 def live(job: Job, layout: Layout) -> Past:
@@ -278,7 +278,7 @@ def test_random(seed: int) -> None:
     job = random_job(rng)
     layout = random_layout(rng, len(job.engine().model.layers))
     past = live(job, layout)
-    stages = list(layout.lines[0].layers)
+    stages = list(layout.pipelines[0].layers)
     lost = sorted(rng.sample(stages, rng.randint(1, len(stages))), key=lambda layers: layers.start)
     spans: list[range] = []
     for layers in lost:

@@ -69,7 +69,7 @@ def test_in_pipelines_a_layers_holders_agree_among_themselves() -> None:
         PlacedPipeline(ranks=(0, 1), layers=(range(2), range(2, 3))),
         PlacedPipeline(ranks=(2,), layers=(range(3),)),
     )
-    layout = Layout(lines=lines, size=4, layers=3, tolerate=1, minimum=1, reason="")
+    layout = Layout(pipelines=lines, size=4, layers=3, tolerate=1, minimum=1, reason="")
 
     def work(group: Any) -> list[list[float]]:
         norms = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]

@@ -30,7 +30,7 @@ from holdfast.plan.log_records import Direction, Key
 from holdfast.plan.replay_plan import Replay
 from holdfast.recovery import replay as module
 from holdfast.recovery.replay import Replayer
-from holdfast.run.saving import Saver
+from holdfast.run.saver import Saver
 
 Changed = Callable[[Log, Key], None]
 

@@ -484,16 +484,16 @@ def test_a_new_log_while_the_old_one_is_written(town: Town, gate: Gate) -> None:
 
 def test_an_error_of_before_is_none_of_the_new_log(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     log = town.log()
-    real = spill.Files.write
+    real = spill.SpillFiles.write
 
-    def renew_and_fail(self: spill.Files, records: Any) -> Any:
-        monkeypatch.setattr(spill.Files, "write", real)
+    def renew_and_fail(self: spill.SpillFiles, records: Any) -> Any:
+        monkeypatch.setattr(spill.SpillFiles, "write", real)
         log.give_up("in the middle")
         log.renew()
         log.keep(key_of(0), message_of(1))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(spill.Files, "write", renew_and_fail)
+    monkeypatch.setattr(spill.SpillFiles, "write", renew_and_fail)
     log.keep(key_of(0), message_of(0))
     log.settle()
     assert town.said == ["in the middle"]
@@ -719,7 +719,7 @@ def always_live(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are not removed when everything is forgotten."""
-    monkeypatch.setattr(spill.Files, "remove", lambda self: None)
+    monkeypatch.setattr(spill.SpillFiles, "remove", lambda self: None)
 
 
 def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from holdfast.engine.pipe import describe
 from holdfast.log import spill
 from holdfast.log.record import Direction, Key, Message
-from holdfast.log.spill import Damaged, File, Files, Place, Unspilled, clean, size_of
+from holdfast.log.spill import Damaged, RecordPlace, SpillFile, SpillFiles, Unspilled, clean, size_of
 from tests.checkpoint.child import in_child, say
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "log.md"
@@ -29,7 +29,7 @@ def key_of(step: int, boundary: int = 1, micro_batch: int = 0, direction: Direct
     return Key(step=step, boundary=boundary, micro_batch=micro_batch, direction=direction)
 
 
-def write(file: File | Files, *messages: Message) -> list[Place]:
+def write(file: SpillFile | SpillFiles, *messages: Message) -> list[RecordPlace]:
     """Messages as the records of the steps 0, 1, 2, ..."""
     return file.write([Unspilled(key=key_of(n), number=n, message=message) for n, message in enumerate(messages)])
 
@@ -45,8 +45,8 @@ def same(one: Message, other: Message) -> bool:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[File]:
-    file = File(tmp_path, "w0")
+def file(tmp_path: Path) -> Iterator[SpillFile]:
+    file = SpillFile(tmp_path, "w0")
     yield file
     file.remove()
 
@@ -59,7 +59,7 @@ STORED = [dtype for dtype in DTYPES if not re.search(r"^torch\.(q|u?int[1-7]$|bi
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_every_dtype(file: File, dtype: torch.dtype) -> None:
+def test_every_dtype(file: SpillFile, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
     message = describe(raw.view(dtype).view(2, 3))
     assert message[1][0].dtype is dtype
@@ -97,7 +97,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_every_value(file: File, name: str) -> None:
+def test_every_value(file: SpillFile, name: str) -> None:
     message = describe(VALUES[name])
     places = write(file, message, describe("another"), message)
     for step in (0, 2):
@@ -105,12 +105,12 @@ def test_every_value(file: File, name: str) -> None:
     assert same(places[1].read(key_of(1)), describe("another"))
 
 
-def test_a_text_alone_may_be_anything(file: File) -> None:
+def test_a_text_alone_may_be_anything(file: SpillFile) -> None:
     for text in ("", "no JSON", "x" * 100_000):
         assert write(file, (text, []))[0].read(key_of(0)) == (text, [])
 
 
-def test_a_record_is_as_long_as_it_is_said_to_be(file: File) -> None:
+def test_a_record_is_as_long_as_it_is_said_to_be(file: SpillFile) -> None:
     for value in VALUES.values():
         before, message = file.size, describe(value)
         write(file, message)
@@ -118,7 +118,7 @@ def test_a_record_is_as_long_as_it_is_said_to_be(file: File) -> None:
     assert file.path.stat().st_size == file.size
 
 
-def test_keys_of_all_kinds(file: File) -> None:
+def test_keys_of_all_kinds(file: SpillFile) -> None:
     keys = [key_of(2**40, 7, 2**31 - 1, direction) for direction in Direction]
     places = file.write([Unspilled(key=key, number=n, message=describe(n)) for n, key in enumerate(keys)])
     for n, (key, place) in enumerate(zip(keys, places, strict=True)):
@@ -142,7 +142,7 @@ def test_nothing_is_copied() -> None:
         (('[0, [["float32", [2, 2], [4, 1], false]]]', [torch.ones(2, 4)[:, :2]]), "has gaps"),
     ],
 )
-def test_what_could_not_be_read_is_not_written(file: File, message: Message, reason: str) -> None:
+def test_what_could_not_be_read_is_not_written(file: SpillFile, message: Message, reason: str) -> None:
     before = file.size
     with pytest.raises(ValueError, match=reason):
         write(file, message)
@@ -152,7 +152,7 @@ def test_what_could_not_be_read_is_not_written(file: File, message: Message, rea
 # --- what is damaged is noticed ----------------------------------------------------------------------
 
 
-def refusal(place: Place, key: Key) -> str | None:
+def refusal(place: RecordPlace, key: Key) -> str | None:
     """Why a record is not given."""
     try:
         place.read(key)
@@ -161,7 +161,7 @@ def refusal(place: Place, key: Key) -> str | None:
         return str(e)
 
 
-def unnoticed_flips(file: File, place: Place, key: Key, positions: range) -> list[int]:
+def unnoticed_flips(file: SpillFile, place: RecordPlace, key: Key, positions: range) -> list[int]:
     """The bytes of a file in which a flipped bit is not noticed."""
     unnoticed = []
     content = bytearray(file.path.read_bytes())
@@ -182,7 +182,7 @@ def unnoticed_flips(file: File, place: Place, key: Key, positions: range) -> lis
 MESSAGE = describe({"x": torch.arange(4.0), "mask": torch.tensor([True, False, True])})
 
 
-def test_one_bit_anywhere(file: File) -> None:
+def test_one_bit_anywhere(file: SpillFile) -> None:
     places = write(file, MESSAGE, MESSAGE, MESSAGE)
     record = range(places[1].offset, places[2].offset)
     assert len(record) == size_of(MESSAGE)
@@ -199,14 +199,14 @@ class _Constant:
         return 0
 
 
-def test_without_checksums_the_bits_would_not_be_noticed(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_checksums_the_bits_would_not_be_noticed(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill.xxhash, "xxh3_64", lambda data: _Constant())
     [place] = write(file, (MESSAGE[0], [tensor.clone() for tensor in MESSAGE[1]]))
     data = range(file.size - 8 - 16 - 3, file.size - 8)
     assert set(unnoticed_flips(file, place, key_of(0), data)) == set(data)
 
 
-def test_truncation_at_every_length(file: File) -> None:
+def test_truncation_at_every_length(file: SpillFile) -> None:
     first, second = write(file, MESSAGE, MESSAGE)
     content = file.path.read_bytes()
     for length in range(len(content)):
@@ -219,14 +219,14 @@ def test_truncation_at_every_length(file: File) -> None:
     assert same(second.read(key_of(1)), MESSAGE)
 
 
-def test_a_missing_file(file: File) -> None:
+def test_a_missing_file(file: SpillFile) -> None:
     [place] = write(file, MESSAGE)
     file.path.unlink()
     with pytest.raises(Damaged, match=re.escape(f"{key_of(0)} in {file.path} cannot be used: No such file")):
         place.read(key_of(0))
 
 
-def move(file: File, source: int, target: int, length: int) -> None:
+def move(file: SpillFile, source: int, target: int, length: int) -> None:
     content = bytearray(file.path.read_bytes())
     content[source : source + length], content[target : target + length] = (
         content[target : target + length],
@@ -235,7 +235,7 @@ def move(file: File, source: int, target: int, length: int) -> None:
     file.path.write_bytes(content)
 
 
-def test_swapped_records(file: File) -> None:
+def test_swapped_records(file: SpillFile) -> None:
     places = write(file, MESSAGE, MESSAGE)
     move(file, places[0].offset, places[1].offset, size_of(MESSAGE))
     for step in (0, 1):
@@ -245,7 +245,7 @@ def test_swapped_records(file: File) -> None:
     assert same(places[0].read(key_of(0)), MESSAGE)
 
 
-def test_the_same_record_of_an_earlier_attempt(file: File) -> None:
+def test_the_same_record_of_an_earlier_attempt(file: SpillFile) -> None:
     """Key, length and checksum are right, but it was kept by an attempt that came to nothing."""
     records = [Unspilled(key=key_of(5), number=number, message=MESSAGE) for number in (3, 4)]
     places = file.write(records)
@@ -260,7 +260,7 @@ def test_the_same_record_of_an_earlier_attempt(file: File) -> None:
 
 def test_the_file_of_another_log(tmp_path: Path) -> None:
     """All of it is sound, and the keys are the same, but the contents are another worker's."""
-    mine, other = File(tmp_path, "w0"), File(tmp_path, "w1")
+    mine, other = SpillFile(tmp_path, "w0"), SpillFile(tmp_path, "w1")
     [place] = write(mine, describe(torch.ones(3)))
     write(other, describe(torch.zeros(3)))
     mine.path.write_bytes(other.path.read_bytes())
@@ -273,7 +273,7 @@ def test_the_file_of_another_log(tmp_path: Path) -> None:
 # --- writing ------------------------------------------------------------------------------------------
 
 
-def test_a_writer_that_is_interrupted_all_the_time(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_interrupted_all_the_time(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call may write less than it was given."""
     real = os.pwritev
     calls = []
@@ -289,14 +289,14 @@ def test_a_writer_that_is_interrupted_all_the_time(file: File, monkeypatch: pyte
         assert same(place.read(key_of(step)), MESSAGE)
 
 
-def test_many_records_take_few_calls(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_records_take_few_calls(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = os.pwritev, []
     monkeypatch.setattr(os, "pwritev", lambda *args: calls.append(0) or real(*args))  # type: ignore[func-returns-value]
     write(file, *[describe(torch.ones(100)) for _ in range(340)])
     assert len(calls) == 1
 
 
-def test_a_disk_that_takes_nothing(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_nothing(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *args: 0)
     with pytest.raises(OSError, match=re.escape(str(file.path))) as caught:
         write(file, MESSAGE)
@@ -308,26 +308,26 @@ def test_a_file_that_cannot_be_begun_is_not_there(tmp_path: Path, monkeypatch: p
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(OSError, match="nothing was written"):
-            File(tmp_path, "w0")
+            SpillFile(tmp_path, "w0")
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_file_without_a_name_is_not_written_to(file: File) -> None:
+def test_a_file_without_a_name_is_not_written_to(file: SpillFile) -> None:
     file.path.unlink()
     with pytest.raises(FileNotFoundError, match=re.escape(str(file.path))):
         write(file, MESSAGE)
 
 
 def test_a_name_that_is_no_file_name(tmp_path: Path) -> None:
-    file = File(tmp_path / "log", "host/3 gpu:1")
+    file = SpillFile(tmp_path / "log", "host/3 gpu:1")
     assert re.fullmatch(rf"host_3_gpu_1-{os.getpid()}-\d+\.log", file.path.name)
     file.remove()
 
 
 def test_new_files_and_those_that_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "FILE", 1000)
-    files = Files(tmp_path, "w0")
+    files = SpillFiles(tmp_path, "w0")
     places = [write(files, describe(torch.ones(100)))[0] for _ in range(6)]  # 0.5 kB each
     assert len({place.file for place in places}) == 3
     places[2].file.live = 1
@@ -346,7 +346,7 @@ def test_files_grow_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Each takes a descriptor, and a process has about a thousand."""
     monkeypatch.setattr(spill, "FILE", 1000)
     monkeypatch.setattr(spill, "SHARE", 8)
-    files = Files(tmp_path, "w0")
+    files = SpillFiles(tmp_path, "w0")
     for _ in range(2000):
         write(files, ("x" * 948, []))
     assert len(list(tmp_path.iterdir())) < 50  # and 1000 without that
@@ -356,11 +356,11 @@ def test_files_grow_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # --- litter ------------------------------------------------------------------------------------------
 
 
-def litter(folder: Path, work: Callable[[File], None] = lambda file: None) -> Path:
+def litter(folder: Path, work: Callable[[SpillFile], None] = lambda file: None) -> Path:
     """A file of a process that was killed."""
 
     def live_and_die() -> None:
-        file = File(folder, "w0")
+        file = SpillFile(folder, "w0")
         write(file, MESSAGE)
         work(file)
         say(str(file.path))
@@ -369,7 +369,7 @@ def litter(folder: Path, work: Callable[[File], None] = lambda file: None) -> Pa
     return Path(in_child(live_and_die, killed=True))
 
 
-def test_files_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, file: File) -> None:
+def test_files_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, file: SpillFile) -> None:
     dead = litter(tmp_path)
     other = tmp_path / "notes-1-2.log"
     other.write_text("something else")
@@ -379,7 +379,7 @@ def test_files_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, file:
 
 
 def test_nobody_cleans_away_the_file_of_another_living_process(tmp_path: Path) -> None:
-    file = File(tmp_path, "w0")
+    file = SpillFile(tmp_path, "w0")
     in_child(lambda: say(str(clean(tmp_path))))
     assert file.path.exists()
     file.remove()
@@ -388,11 +388,11 @@ def test_nobody_cleans_away_the_file_of_another_living_process(tmp_path: Path) -
 def test_a_number_that_another_process_had(tmp_path: Path) -> None:
     """In a container, processes get the same numbers again and again."""
     dead = litter(tmp_path)
-    first, second = File(tmp_path, "w0"), File(tmp_path, "w0")
+    first, second = SpillFile(tmp_path, "w0"), SpillFile(tmp_path, "w0")
     number = int(second.path.stem.rsplit("-", 1)[1]) + 1
     taken = tmp_path / f"w0-{os.getpid()}-{number}.log"
     dead.rename(taken)
-    third = File(tmp_path, "w0")
+    third = SpillFile(tmp_path, "w0")
     assert third.path.stem.endswith(f"-{number + 1}")
     assert clean(tmp_path) == [taken]
     for file in (first, second, third):
@@ -435,7 +435,7 @@ def test_a_name_that_a_living_process_has_got_meanwhile(tmp_path: Path, monkeypa
 
 def test_a_new_log_removes_what_dead_ones_left(tmp_path: Path) -> None:
     dead = litter(tmp_path)
-    files = Files(tmp_path, "w0")
+    files = SpillFiles(tmp_path, "w0")
     assert dead.exists()
     write(files, MESSAGE)
     assert not dead.exists()
@@ -453,7 +453,7 @@ def documented_reader() -> Callable[[Path], Iterator[tuple[list[int], Any, list[
     return names["records_in"]  # type: ignore[no-any-return]
 
 
-def test_the_document_tells_how_to_read_a_file(file: File) -> None:
+def test_the_document_tells_how_to_read_a_file(file: SpillFile) -> None:
     values = [value for name, value in VALUES.items() if name not in ("conjugated", "expanded", "a part of another")]
     messages = [describe(value) for value in values]
     keys = [key_of(n, n + 1, n + 2, Direction(n % 3)) for n in range(len(values))]
@@ -466,7 +466,7 @@ def test_the_document_tells_how_to_read_a_file(file: File) -> None:
         assert same((message[0], tensors), message)
 
 
-def test_the_documented_reader_notices_changed_bits(file: File) -> None:
+def test_the_documented_reader_notices_changed_bits(file: SpillFile) -> None:
     places = write(file, MESSAGE, MESSAGE)
     content = file.path.read_bytes()
     for position in range(places[0].offset, places[1].offset, 3):
@@ -482,7 +482,7 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
-def test_the_documented_bytes_are_those_of_the_code(file: File) -> None:
+def test_the_documented_bytes_are_those_of_the_code(file: SpillFile) -> None:
     """The table of a record, followed by hand."""
     [place] = file.write([Unspilled(key=key_of(5, 6, 7, Direction.TIE), number=8, message=MESSAGE)])
     content = file.path.read_bytes()[place.offset :]

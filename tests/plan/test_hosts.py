@@ -24,20 +24,20 @@ class Case:
 
     @property
     def wanted(self) -> int:
-        return min(len(self.layout.lines), self.layout.tolerate + 1)
+        return min(len(self.layout.pipelines), self.layout.tolerate + 1)
 
     def spread(self) -> Layout:
         return spread(self.layout, hosts=self.hosts, held=self.held, sizes=self.sizes, barred=self.barred)
 
 
 def ranks(layout: Layout) -> list[int]:
-    return [rank for line in layout.lines for rank in line.ranks]
+    return [rank for line in layout.pipelines for rank in line.ranks]
 
 
 def with_ranks(layout: Layout, order: Sequence[int]) -> Layout:
     left = iter(order)
     return replace(
-        layout, lines=tuple(replace(line, ranks=tuple(next(left) for _ in line.ranks)) for line in layout.lines)
+        layout, pipelines=tuple(replace(line, ranks=tuple(next(left) for _ in line.ranks)) for line in layout.pipelines)
     )
 
 
@@ -47,7 +47,7 @@ def is_spread(case: Case, layout: Layout) -> bool:
 
 
 def moved(case: Case, layout: Layout) -> int:
-    pairs = [pair for line in layout.lines for pair in zip(line.ranks, line.layers, strict=True)]
+    pairs = [pair for line in layout.pipelines for pair in zip(line.ranks, line.layers, strict=True)]
     return sum(case.sizes[layer] for rank, layers in pairs for layer in layers if layer not in case.held[rank])
 
 
@@ -78,7 +78,7 @@ def some_case(rng: random.Random, size: int) -> Case:
         PlacedPipeline(ranks=tuple(next(taken) for _ in range(depth)), layers=cuts[depth]) for depth in depths
     )
     tolerate = rng.randint(1, len(lines) - 1)
-    layout = Layout(lines=lines, size=size, layers=layers, tolerate=tolerate, minimum=1, reason="so")
+    layout = Layout(pipelines=lines, size=size, layers=layers, tolerate=tolerate, minimum=1, reason="so")
     begins = [rng.randint(0, layers) for _ in range(size)]
     idle = [rank for rank in range(size) if rank not in ranks(layout)]
     return Case(
@@ -124,7 +124,7 @@ def pipelines(number: int, stages: int, *, tolerate: int, size: int = 0) -> Layo
         PlacedPipeline(ranks=tuple(range(n * stages, (n + 1) * stages)), layers=layers) for n in range(number)
     )
     size = max(size, number * stages)
-    return Layout(lines=lines, size=size, layers=2 * stages, tolerate=tolerate, minimum=stages, reason="so")
+    return Layout(pipelines=lines, size=size, layers=2 * stages, tolerate=tolerate, minimum=stages, reason="so")
 
 
 def test_what_is_well_spread_stays() -> None:
@@ -185,7 +185,7 @@ def mixed_up(rng: random.Random, *, size: int, stages: int, per_host: int) -> Ca
         del order[:depth]
     before = cut(rng, layers, rng.randint(2, 8))
     tolerate = min(2, len(lines) - 1)
-    layout = Layout(lines=tuple(lines), size=size, layers=layers, tolerate=tolerate, minimum=stages, reason="so")
+    layout = Layout(pipelines=tuple(lines), size=size, layers=layers, tolerate=tolerate, minimum=stages, reason="so")
     return Case(
         layout=layout,
         hosts=[f"h{rank // per_host}" for rank in range(size)],
@@ -215,7 +215,7 @@ def test_every_pipeline_on_a_host_of_its_own_is_found(stages: int) -> None:
     for _ in range(5):
         layout = pipelines(4, stages, tolerate=3, size=32)
         order = rng.sample(range(32), 4 * stages)
-        held = [set(rng.choice([*layout.lines[0].layers, range(0)])) for _ in range(32)]
+        held = [set(rng.choice([*layout.pipelines[0].layers, range(0)])) for _ in range(32)]
         sizes = [rng.randint(1, 10**9) for _ in range(2 * stages)]
         hosts = [f"h{rank // 8}" for rank in range(32)]
         case = Case(layout=with_ranks(layout, order), hosts=hosts, held=held, sizes=sizes)

@@ -53,15 +53,15 @@ def laid(layers: int, workers: int | Sequence[str], **wishes: Any) -> Layout:
 
 def shape(layout: Layout) -> list[list[int]]:
     """The layers of each stage of each pipeline."""
-    return [[len(layers) for layers in line.layers] for line in layout.lines]
+    return [[len(layers) for layers in line.layers] for line in layout.pipelines]
 
 
 def check(layout: Layout) -> Layout:
     """What holds for every layout."""
-    ranks = [rank for line in layout.lines for rank in line.ranks]
+    ranks = [rank for line in layout.pipelines for rank in line.ranks]
     assert len(set(ranks)) == len(ranks)
     assert set(ranks) <= set(range(layout.size))
-    for line in layout.lines:
+    for line in layout.pipelines:
         assert len(line.ranks) == len(line.layers)
         assert all(len(layers) > 0 for layers in line.layers)
         assert [layer for layers in line.layers for layer in layers] == list(range(layout.layers))
@@ -74,13 +74,13 @@ def check(layout: Layout) -> Layout:
         role = layout.role(rank)
         assert (role is not None) == (rank in ranks)
         if role is not None:
-            assert layout.lines[role.pipeline].ranks[role.stage] == rank
-            assert layout.lines[role.pipeline].layers[role.stage] == role.layers
+            assert layout.pipelines[role.pipeline].ranks[role.stage] == rank
+            assert layout.pipelines[role.pipeline].layers[role.stage] == role.layers
     for micro_batches in (0, 1, 2, 3, 5, 8, 13):
         shares = layout.shares(micro_batches)
-        assert len(shares) == len(layout.lines)
+        assert len(shares) == len(layout.pipelines)
         assert [index for share in shares for index in share] == list(range(micro_batches))
-        assert sum(len(share) > 0 for share in shares) == min(micro_batches, len(layout.lines))
+        assert sum(len(share) > 0 for share in shares) == min(micro_batches, len(layout.pipelines))
     return layout
 
 
@@ -135,7 +135,7 @@ def most_used(sizes: Collection[int], workers: int, fewest: int, most: int) -> i
 
 def test_side_by_side() -> None:
     layout = check(side_by_side(10, 3))
-    assert [line.ranks for line in layout.lines] == [(0,), (1,), (2,)]
+    assert [line.ranks for line in layout.pipelines] == [(0,), (1,), (2,)]
     assert layout.role(1) == Role(pipeline=1, stage=0, layers=range(10))
     assert (layout.size, layout.tolerate, layout.minimum) == (3, 2, 1)
     assert layout.shares(2) == [range(0, 0), range(0, 1), range(1, 2)]
@@ -144,18 +144,18 @@ def test_side_by_side() -> None:
 @pytest.mark.parametrize("stages", [None, 1, [6]])
 def test_without_a_profile_or_with_one_stage_every_worker_holds_everything(stages: Stages) -> None:
     layout = check(laid(6, ["b", "a", "c"], stages=stages, held={"c": range(6)}))
-    assert layout.lines == side_by_side(6, 3).lines
+    assert layout.pipelines == side_by_side(6, 3).pipelines
     assert (layout.tolerate, layout.minimum) == (1, 1)
-    assert check(laid(6, 3, stages=1, profile=uneven(6, 0))).lines[0].ranks == (0,)
+    assert check(laid(6, 3, stages=1, profile=uneven(6, 0))).pipelines[0].ranks == (0,)
 
 
 def test_a_single_layer_is_not_planned() -> None:
-    assert check(laid(1, 4, profile=uniform(1))).lines == side_by_side(1, 4).lines
+    assert check(laid(1, 4, profile=uniform(1))).pipelines == side_by_side(1, 4).pipelines
 
 
 def test_who_leaves_has_no_role_and_workers_beyond_the_micro_batches_hold_everything() -> None:
     layout = check(laid(6, 5, leaving={"w1", "w4"}, micro_batches=2))
-    assert [line.ranks for line in layout.lines] == [(0,), (2,), (3,)]
+    assert [line.ranks for line in layout.pipelines] == [(0,), (2,), (3,)]
     assert (layout.role(1), layout.holders(5)) == (None, (0, 2, 3))
     assert sum(len(share) for share in layout.shares(2)) == 2
 
@@ -189,12 +189,12 @@ def test_whatever_is_asked_for_there_is_a_layout_or_a_shortage(data: st.DataObje
     crew = max(count - len(leaving), sizes[0])
     survived = min(tolerate, crew // sizes[0] - 1)
     most = max(micro_batches, survived + 1)
-    used = [workers[rank] for line in layout.lines for rank in line.ranks]
+    used = [workers[rank] for line in layout.pipelines for rank in line.ranks]
     assert layout.minimum == sizes[0]
     assert layout.tolerate == survived
     assert len(used) == most_used(sizes, crew, survived + 1, most)
     assert len(set(used) & leaving) <= max(sizes[0] - (count - len(leaving)), 0)
-    assert all(fits(profile, (0, *(part.stop for part in line.layers))) for line in layout.lines)
+    assert all(fits(profile, (0, *(part.stop for part in line.layers))) for line in layout.pipelines)
     assert layout == plan(layers, workers, leaving=leaving, **asked)
 
 
@@ -238,8 +238,8 @@ def test_fewer_workers_than_tolerating_takes_go_on_and_say_so() -> None:
     fewest = stock_of(profile).minimum
     assert fewest > 1
     layout = check(laid(6, 2 * fewest - 1, profile=profile, tolerate=1))
-    assert (layout.tolerate, len(layout.lines)) == (0, 1)
-    assert len(layout.lines[0].ranks) == 2 * fewest - 1, "all work, in one pipeline that is longer than any of two"
+    assert (layout.tolerate, len(layout.pipelines)) == (0, 1)
+    assert len(layout.pipelines[0].ranks) == 2 * fewest - 1, "all work, in one pipeline that is longer than any of two"
     assert "survives" in layout.reason
     assert "survives" not in laid(6, 2 * fewest, profile=profile, tolerate=1).reason
 
@@ -248,7 +248,7 @@ def test_too_few_micro_batches_for_all_pipelines_keep_their_copies() -> None:
     profile = uniform(4, memory=700 << 20)
     assert stock_of(profile).minimum == 2
     layout = check(laid(4, 6, profile=profile, tolerate=2, micro_batches=1))
-    assert (layout.tolerate, len(layout.lines)) == (2, 3)
+    assert (layout.tolerate, len(layout.pipelines)) == (2, 3)
     assert sorted(len(share) for share in layout.shares(1)) == [0, 0, 1]
     assert "2 pipelines" in layout.reason
 
@@ -256,7 +256,7 @@ def test_too_few_micro_batches_for_all_pipelines_keep_their_copies() -> None:
 @pytest.mark.parametrize("held", [{}, {"w0": range(3)}])
 def test_more_workers_than_a_step_can_feed_are_left_over(held: Mapping[str, range]) -> None:
     layout = check(laid(3, 20, profile=uniform(3), tolerate=1, micro_batches=4, held=held))
-    assert len(layout.lines) == 4
+    assert len(layout.pipelines) == 4
     assert sum(layout.role(rank) is None for rank in range(20)) == 8
     assert "8 workers left over" in layout.reason
 
@@ -265,19 +265,19 @@ def test_templates_share_out_micro_batches_by_speed_and_few_go_to_the_fastest() 
     profile = uniform(6, memory=1_300 << 20)
     assert stock_of(profile).minimum == 2
     layout = check(laid(6, 5, profile=profile, tolerate=1, micro_batches=20))
-    assert sorted(len(line.ranks) for line in layout.lines) == [2, 3]
-    by_size = {len(line.ranks): len(share) for line, share in zip(layout.lines, layout.shares(20), strict=True)}
+    assert sorted(len(line.ranks) for line in layout.pipelines) == [2, 3]
+    by_size = {len(line.ranks): len(share) for line, share in zip(layout.pipelines, layout.shares(20), strict=True)}
     assert by_size == {2: 8, 3: 12}
-    quickest = min(layout.lines, key=lambda line: line.template.seconds(1) if line.template else 0.0)
-    assert [len(share) for share in layout.shares(1)] == [int(line is quickest) for line in layout.lines]
+    quickest = min(layout.pipelines, key=lambda line: line.template.seconds(1) if line.template else 0.0)
+    assert [len(share) for share in layout.shares(1)] == [int(line is quickest) for line in layout.pipelines]
 
 
 def test_a_copy_that_broke_off_counts_with_its_longest_run() -> None:
     profile = uniform(4, memory=700 << 20)
     held = {"w0": {0, 2, 3}, "w1": {0}}
     layout = check(laid(4, 2, profile=profile, tolerate=0, held=held))
-    assert layout.lines[0].ranks == (1, 0)
-    assert laid(4, 2, profile=profile, tolerate=0).lines[0].ranks == (0, 1)
+    assert layout.pipelines[0].ranks == (1, 0)
+    assert laid(4, 2, profile=profile, tolerate=0).pipelines[0].ranks == (0, 1)
 
 
 # --- the stock --------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_a_number_of_stages_is_cut_by_the_profile() -> None:
     profile = replace(uniform(4), layers=tuple(slow))
     layout = check(laid(4, 4, stages=2, profile=profile))
     assert shape(layout) == [[1, 3]] * 2
-    assert layout.lines[0].template is stock_of(profile).template(2)
+    assert layout.pipelines[0].template is stock_of(profile).template(2)
     assert shape(check(laid(4, 4, stages=[2, 2], profile=profile))) == [[2, 2]] * 2
 
 
@@ -370,9 +370,9 @@ def test_a_profile_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize("workers", range(1, 4))
 def test_fewer_workers_than_stages_merge_neighbours(workers: int) -> None:
     layout = check(laid(10, workers, stages=[1, 2, 3, 4]))
-    assert [line.ranks for line in layout.lines] == [tuple(range(workers))]
+    assert [line.ranks for line in layout.pipelines] == [tuple(range(workers))]
     ends = {0, 1, 3, 6, 10}
-    assert {layers.start for layers in layout.lines[0].layers} < ends
+    assert {layers.start for layers in layout.pipelines[0].layers} < ends
     assert shape(layout)[0] == {1: [10], 2: [6, 4], 3: [3, 3, 4]}[workers]
     assert f"merged into {workers}" in layout.reason
     assert (layout.tolerate, layout.minimum) == (0, 1)
@@ -423,7 +423,7 @@ def test_fixed_stages_move_the_fewest_bytes(data: st.DataObject) -> None:
     ends = st.tuples(st.integers(0, layers), st.integers(0, layers))
     held = {worker: range(*sorted(data.draw(ends))) for worker in workers}
     layout = check(laid(layers, workers, stages=stages, sizes=sizes, held=held))
-    places = [part for line in layout.lines for part in line.layers]
+    places = [part for line in layout.pipelines for part in line.layers]
     least = min(
         sum(sizes[n] for worker, part in zip(chosen, places, strict=True) for n in part if n not in held[worker])
         for chosen in itertools.permutations(workers, len(places))
@@ -452,10 +452,10 @@ def test_sizes_decide_who_moves() -> None:
     """Two workers, two places: who goes where is a matter of bytes."""
     held = {"w0": range(1, 2), "w1": range(0, 2)}
     first = laid(4, 2, stages=[2, 2], held=held, sizes=[1, 1, 1, 1])
-    assert first.lines[0].ranks == (1, 0)
+    assert first.pipelines[0].ranks == (1, 0)
     held = {"w0": range(0, 3), "w1": range(1, 2)}
-    assert laid(4, 2, stages=[2, 2], held=held, sizes=[9, 1, 1, 1]).lines[0].ranks == (0, 1)
-    assert laid(4, 2, stages=[2, 2], held=held, sizes=[1, 1, 9, 1]).lines[0].ranks == (1, 0)
+    assert laid(4, 2, stages=[2, 2], held=held, sizes=[9, 1, 1, 1]).pipelines[0].ranks == (0, 1)
+    assert laid(4, 2, stages=[2, 2], held=held, sizes=[1, 1, 9, 1]).pipelines[0].ranks == (1, 0)
 
 
 # --- leavers and shortage ---------------------------------------------------------------------------
@@ -466,11 +466,11 @@ def test_a_leaver_stays_only_where_the_others_could_not_hold_the_model() -> None
     assert stock_of(profile).minimum == 2
     workers, leaving = names(4), {"w1", "w2", "w3"}
     layout = check(laid(6, workers, profile=profile, leaving=leaving, held={"w2": range(3)}))
-    assert sorted(layout.lines[0].ranks) == [0, 2], "the one that holds something"
-    assert layout.lines[0].ranks == (2, 0)
+    assert sorted(layout.pipelines[0].ranks) == [0, 2], "the one that holds something"
+    assert layout.pipelines[0].ranks == (2, 0)
     assert (layout.tolerate, "w2 cannot leave" in layout.reason) == (0, True)
     both = check(laid(6, workers, profile=profile, leaving={"w1", "w3"}))
-    assert sorted(both.lines[0].ranks) == [0, 2]
+    assert sorted(both.pipelines[0].ranks) == [0, 2]
     assert "cannot leave" not in both.reason
 
 
@@ -521,5 +521,5 @@ def test_shares_are_worked_out_once_and_handed_out_as_copies() -> None:
     layout = laid(6, 5, profile=uniform(6, memory=1_300 << 20), micro_batches=20)
     layout.shares(20).clear()
     assert [index for share in layout.shares(20) for index in share] == list(range(20))
-    mixed = replace(layout, lines=(layout.lines[0], PlacedPipeline(ranks=(4,), layers=(range(6),))))
+    mixed = replace(layout, pipelines=(layout.pipelines[0], PlacedPipeline(ranks=(4,), layers=(range(6),))))
     assert mixed.shares(4) == [range(0, 2), range(2, 4)], "without a template, equally"

@@ -58,7 +58,7 @@ def make_case(seed: int) -> Case:
         if rng.random() < 0.5:  # as the one before
             lines[-1] = replace(lines[0], ranks=tuple(range(size, size + len(lines[0].ranks))))
         size += len(lines[-1].ranks)
-    layout = Layout(lines=tuple(lines), size=size, layers=layers, tolerate=0, minimum=1, reason="")
+    layout = Layout(pipelines=tuple(lines), size=size, layers=layers, tolerate=0, minimum=1, reason="")
     profile = judge.FAMILIES[rng.choice(sorted(judge.FAMILIES))](rng, layers)
     micro_batches, interval = rng.randint(1, 16), rng.choice([1, 2, 5, 50])
     uses = [tuple(sorted(rng.sample(range(layers), 2))) for _ in range(rng.choice([0, 0, 1, 2]))]
@@ -78,7 +78,7 @@ cases = st.builds(make_case, st.integers(0, 10**9))
 def crossing(case: Case, boundaries: frozenset[int]) -> int:
     """Bytes that cross these boundaries in a step, counted one by one."""
     total = 0
-    for line, share in zip(case.layout.lines, case.layout.shares(case.micro_batches), strict=True):
+    for line, share in zip(case.layout.pipelines, case.layout.shares(case.micro_batches), strict=True):
         for _ in share:
             for cut in cuts(line) & boundaries:
                 layer = case.profile.layers[cut - 1]
@@ -91,7 +91,7 @@ def crossing(case: Case, boundaries: frozenset[int]) -> int:
 
 def check(case: Case) -> None:
     found = case.choose()
-    busy = zip(case.layout.lines, case.layout.shares(case.micro_batches), strict=True)
+    busy = zip(case.layout.pipelines, case.layout.shares(case.micro_batches), strict=True)
     for line in [line for line, share in busy if share]:
         assert found.boundaries <= cuts(line), "one pipeline has no records there, so those of the others are of no use"
     assert found.bytes_per_step == crossing(case, found.boundaries)
@@ -108,14 +108,14 @@ def test_shared_weights_that_fit_one_by_one_may_not_fit_together() -> None:
 @judge.examples(100)
 def test_what_is_logged_fits_into_the_budget(case: Case) -> None:
     check(case)
-    event(f"{len(case.layout.lines)} pipelines, {'some' if case.choose().boundaries else 'no'} boundaries")
+    event(f"{len(case.layout.pipelines)} pipelines, {'some' if case.choose().boundaries else 'no'} boundaries")
 
 
 @given(cases)
 @judge.examples(50)
 def test_more_budget_never_takes_longer_to_recover(case: Case) -> None:
     """And one that is large enough logs everything."""
-    if len(case.layout.lines) > 1:
+    if len(case.layout.pipelines) > 1:
         return
     case = replace(case, ties=())
     everything = choose_boundaries(
@@ -128,7 +128,7 @@ def test_more_budget_never_takes_longer_to_recover(case: Case) -> None:
 
 def replay_seconds(case: Case, found: LogChoice) -> float:
     """The expected time to replay a step, when each stage is as likely to be lost."""
-    (line,) = case.layout.lines
+    (line,) = case.layout.pipelines
     ends = [0, *sorted(found.boundaries), case.layout.layers]
     groups = [range(a, b) for a, b in itertools.pairwise(ends)]
     costs = case.profile.layers
@@ -140,21 +140,21 @@ def replay_seconds(case: Case, found: LogChoice) -> float:
 
 def one_line(stages: int = 4, layers: int = 8) -> Layout:
     line = make_line(random.Random(0), list(range(stages)), layers)
-    return Layout(lines=(line,), size=stages, layers=layers, tolerate=0, minimum=1, reason="")
+    return Layout(pipelines=(line,), size=stages, layers=layers, tolerate=0, minimum=1, reason="")
 
 
 def test_without_a_limit_all_cuts_are_logged() -> None:
     layout = one_line()
     for profile in (None, uniform(8)):
         found = choose_boundaries(layout, profile=profile, micro_batches=4, interval=10, budget=None)
-        assert found.boundaries == cuts(layout.lines[0])
+        assert found.boundaries == cuts(layout.pipelines[0])
         assert found.longest is None
 
 
 def test_a_cut_that_only_one_pipeline_has_is_not_logged() -> None:
     one = PlacedPipeline(ranks=(0, 1, 2), layers=(range(2), range(2, 5), range(5, 8)))
     other = PlacedPipeline(ranks=(3, 4), layers=(range(5), range(5, 8)))
-    layout = Layout(lines=(one, other), size=5, layers=8, tolerate=1, minimum=1, reason="")
+    layout = Layout(pipelines=(one, other), size=5, layers=8, tolerate=1, minimum=1, reason="")
     for budget in (None, 10**15):
         found = choose_boundaries(layout, profile=uniform(8), micro_batches=4, interval=10, budget=budget)
         assert found.boundaries == {5}
@@ -182,6 +182,6 @@ def test_a_budget_of_nothing_logs_nothing() -> None:
 def test_control_a_choice_beyond_the_budget_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.choose_groups
     monkeypatch.setattr(module, "choose_groups", lambda *, budget, **rest: real(budget=2 * budget, **rest))
-    alone = [case for case in map(make_case, range(200)) if len(case.layout.lines) == 1]
+    alone = [case for case in map(make_case, range(200)) if len(case.layout.pipelines) == 1]
     with pytest.raises(AssertionError, match="more than the budget"):
         list(map(check, alone))

@@ -63,12 +63,12 @@ def make_layout(rng: random.Random, layers: int, workers: int) -> Layout:
         ends = itertools.pairwise([0, *cuts, layers])
         lines.append(PlacedPipeline(ranks=tuple(order[:stages]), layers=tuple(range(a, b) for a, b in ends)))
         order = order[stages:]
-    return Layout(lines=tuple(lines), size=workers, layers=layers, tolerate=0, minimum=1, reason="")
+    return Layout(pipelines=tuple(lines), size=workers, layers=layers, tolerate=0, minimum=1, reason="")
 
 
 def sent(layout: Layout, step: int, count: int, logged: set[int]) -> Iterator[tuple[int, Key]]:
     """Who has to keep what, of one step."""
-    for line, share in zip(layout.lines, layout.shares(count), strict=True):
+    for line, share in zip(layout.pipelines, layout.shares(count), strict=True):
         for rank, layers in zip(line.ranks, line.layers, strict=True):
             for index in share:
                 if layers.stop in logged and layers.stop < layout.layers:
@@ -97,7 +97,7 @@ def make_case(seed: int) -> Case:
         for each in range(step):
             if rng.random() < 0.2:  # somebody came or went
                 layout = make_layout(rng, layers, workers)
-            cuts = {span.stop for line in layout.lines for span in line.layers}
+            cuts = {span.stop for line in layout.pipelines for span in line.layers}
             logged = cuts if rng.random() < 0.8 else {cut for cut in cuts if rng.random() < 0.5}
             for rank, key in [*sent(layout, each, counts[each], logged), *tied(layout, each, logged, ties)]:
                 records[rank].add(key)

@@ -13,7 +13,7 @@ from holdfast.measuring import write_direct
 from holdfast.study import limits, turns
 from holdfast.study.adapters.base import SaveFormat
 from holdfast.study.cost_rows import cost_rows, format_rows, limit_rows
-from holdfast.study.inside import disk
+from holdfast.study.inside import file_control
 from holdfast.study.models import StudyModel
 from holdfast.study.process import Failed
 from holdfast.study.turns import FormatRounds, Turns
@@ -136,19 +136,19 @@ def test_a_copy_beside_the_training_is_seen_in_the_memory_of_a_first_save(fork: 
 def test_what_cannot_be_written_to_memory_costs_a_column_not_the_row(start: Start, tmp_path: Path) -> None:
     process = start("pytorch")
     process.ask("make", shapes=MODEL.shapes, seed=0)
-    disk.memory_of(process.pid).mkdir()  # it cannot make its own then
+    file_control.memory_of(process.pid).mkdir()  # it cannot make its own then
     try:
         saved = process.ask("save", form="safetensors", folder=str(tmp_path / "save"), memory=True)
     finally:
-        shutil.rmtree(disk.memory_of(process.pid), ignore_errors=True)
+        shutil.rmtree(file_control.memory_of(process.pid), ignore_errors=True)
     assert saved["serialise_s"] is None
     assert saved["bytes"] > MODEL.nbytes
 
 
 def test_the_kernel_tells_what_is_not_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
-    if (before := disk.unwritten(tmp_path)) is None:
+    if (before := file_control.unwritten(tmp_path)) is None:
         pytest.skip("this kernel has no cachestat")
     assert before == 1 << 20
-    disk.sync_files(tmp_path)
-    assert disk.unwritten(tmp_path) == 0
+    file_control.sync_files(tmp_path)
+    assert file_control.unwritten(tmp_path) == 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from holdfast.words import say_aloud
-
 if TYPE_CHECKING:
     from holdfast.run.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 class ScriptMeasured(SystemExit):
@@ -84,5 +85,5 @@ def may_write(run: Run, path: str | os.PathLike[str]) -> bool:
     """
     end_if_measured(run)
     if _requests:
-        say_aloud(f"{os.fspath(path)} is not written: the script is only measured")
+        logger.warning("%s is not written: the script is only measured", os.fspath(path))
     return not _requests

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.adapters.base import STEPS, Shapes
-from holdfast.study.inside import disk
+from holdfast.study.inside import file_control
 from holdfast.study.inside.session import Session
 
 AFTER = 3  # least steps after a save that count as its cost: its leftovers may slow them down
@@ -37,18 +37,18 @@ def drop(session: Session) -> dict[str, Any]:
 def save(session: Session, *, form: str, folder: str, memory: bool = False) -> dict[str, Any]:
     """Save once, until it is on the disk, and return times and sizes. ``memory``: then save again, into memory."""
     target = Path(folder)
-    disk.empty(target)
-    peak = disk.Peak()
+    file_control.empty(target)
+    peak = file_control.Peak()
     begin = time.monotonic()
     wait = session.save(form, target)
     stall = time.monotonic() - begin
     if wait is not None:
         wait()
     called = time.monotonic() - begin
-    unwritten = disk.unwritten(target)
-    disk.sync_files(target)
+    unwritten = file_control.unwritten(target)
+    file_control.sync_files(target)
     durable = time.monotonic() - begin
-    files = disk.files_of(target)
+    files = file_control.files_of(target)
     return {
         "stall_s": stall,
         "called_s": called,
@@ -67,7 +67,7 @@ def _into_memory(session: Session, form: str) -> float | None:
 
     None if there is no such file system, or too little room: in a container it may have 64 MB.
     """
-    folder = disk.memory_of(os.getpid())
+    folder = file_control.memory_of(os.getpid())
     try:
         folder.mkdir()
         begin = time.monotonic()
@@ -90,7 +90,7 @@ def load(session: Session, *, form: str, folder: str) -> dict[str, Any]:
     for name in ("cold_s", "warm_s"):
         training.clear()
         if name == "cold_s":
-            disk.drop_from_cache(Path(folder))
+            file_control.drop_from_cache(Path(folder))
         begin = time.monotonic()
         try:
             session.load(form, Path(folder))
@@ -108,12 +108,12 @@ def beside(session: Session, *, form: str, folder: str) -> dict[str, Any]:
     Means are compared with means: with a median, every slow step would count as the save's cost.
     """
     target = Path(folder)
-    disk.empty(target)
+    file_control.empty(target)
     usual = _usual_steps(session)
     begin = time.monotonic()
     wait = session.save(form, target)
     if wait is None:
-        disk.sync_files(target)
+        file_control.sync_files(target)
     stall = time.monotonic() - begin
     thread = threading.Thread(target=_finish, args=(wait, target))
     thread.start()
@@ -131,7 +131,7 @@ def beside(session: Session, *, form: str, folder: str) -> dict[str, Any]:
 def _finish(wait: Any, folder: Path) -> None:
     if wait is not None:
         wait()
-        disk.sync_files(folder)
+        file_control.sync_files(folder)
 
 
 def _usual_steps(session: Session) -> list[float]:
@@ -155,10 +155,10 @@ def save_ranked(
 ) -> dict[str, Any]:
     """Save this rank's part, from the moment ``at`` of the monotonic clock until it is on the disk."""
     time.sleep(max(0.0, at - time.monotonic()))
-    before, begin = disk.written(), time.monotonic()
+    before, begin = file_control.written(), time.monotonic()
     session.training.save_ranked(strategy, Path(folder), rank, ranks)
-    disk.sync_files(Path(folder))
-    return {"seconds": time.monotonic() - begin, "written": disk.written() - before}
+    file_control.sync_files(Path(folder))
+    return {"seconds": time.monotonic() - begin, "written": file_control.written() - before}
 
 
 def train(

@@ -19,7 +19,7 @@ import pytest
 
 from holdfast.measuring import free_port
 from holdfast.study.adapters.base import EVERY_RANK, SAVES, STATES, STEPS
-from holdfast.study.inside.disk import files_of
+from holdfast.study.inside.file_control import files_of
 from holdfast.study.models import elements, lenet
 from holdfast.study.process import Failed, Process
 

@@ -1,8 +1,7 @@
-"""Checkpoints of a run: taken between two steps, written beside the training.
+"""The saver: takes a run's checkpoints between two steps, and writes them while training goes on.
 
-Each worker writes its share of what it holds: a layer that several hold is shared out among them. That all have
-taken the snapshot is voted on, as everything is; the writing is not, and a worker that is lost in the
-middle of it costs this checkpoint and nothing else.
+Workers that hold the same layer share the writing of it. The snapshot is an operation that all vote on. The writing is
+not: a worker that is lost in the middle of it costs this checkpoint and nothing else.
 """
 
 from __future__ import annotations
@@ -31,33 +30,34 @@ from holdfast.plan import save_interval
 from holdfast.recovery.resume import Checkpoints, Resumer
 from holdfast.run.reports import collect, post
 
-PATIENCE_SECONDS = 10.0  # that training waits for the last checkpoint to be written, before it does without one
-LONGEST_SECONDS = 600.0  # that a worker which leaves waits for its disk
-SKIP = -1e12  # the vote of one who cannot take part, whatever the others say
+PATIENCE_SECONDS = 10.0  # training waits so long for the last checkpoint to be written, then skips the new one
+LONGEST_SECONDS = 600.0  # a worker that leaves waits so long for its disk: the last checkpoint is worth it
+SKIP = -1e12  # value of a worker that cannot take part: negative enough to make the sum of all values negative
 logger = logging.getLogger(__name__)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-LITTER_SECONDS = 600.0  # after which what lies in an unfinished checkpoint's folder is nobody's
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of a full disk, and of a used-up quota
+LITTER_SECONDS = 600.0  # an unfinished checkpoint that nobody has written to for so long is removed
 
 
 class Saver(Resumer):
-    """Takes checkpoints when they are due, and finds the newest one at the begin.
+    """Takes checkpoints when they are due. As a ``Resumer`` it also reads the newest one at the begin.
 
-    What all workers must agree on is in ``state.progress``.
+    Everything that workers must agree on is in ``state.progress``. ``log``: the tensor log, whose records before a
+    durable checkpoint are dropped; None: there is none.
     """
 
     def __init__(self, settings: Checkpoints, state: State, events: Events, log: Log | None = None) -> None:
         super().__init__(settings, state, events)
         self._log = log
-        self._taken: list[int] = []  # checkpoints that may be durable by now, and let go of what was logged before them
+        self._taken: list[int] = []  # steps of checkpoints that may be durable by now; older records can go then
         self.costs = save_interval.SaveCosts()
         self._born = time.monotonic()
         self._staged = StagedImage()
-        self._members: list[str] = []  # who writes the snapshot that is staged
+        self._members: list[str] = []  # the workers that write the staged snapshot
         self._save: Save | None = None
         self._works: list[Work] = []
-        self._written = threading.Event()  # this worker has written its share of the last one
+        self._written = threading.Event()  # this worker has written its share of the last checkpoint
         self._written.set()
-        self._everywhere = threading.Event()  # and so has everybody, or never will
+        self._everywhere = threading.Event()  # every worker has written its share of it, or never will
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -67,7 +67,10 @@ class Saver(Resumer):
         return not self._written.is_set()
 
     def is_due(self, cohort: Cohort, *, last: bool = False) -> bool:
-        """Whether a checkpoint is due. All decide alike: from what they share, and from a vote they have seen."""
+        """Whether a checkpoint is due. All workers get the same answer: it depends only on what they share.
+
+        ``last``: training ends here.
+        """
         progress = self._state.progress
         if not progress.step and progress.due is None:  # nothing is trained, and no log begins with a checkpoint
             return False
@@ -75,7 +78,7 @@ class Saver(Resumer):
         return (last or cohort.everybody_leaves or progress.step >= first) and progress.step != progress.saved
 
     def if_due(self, cohort: Cohort, *, last: bool = False) -> None:
-        """Between two steps."""
+        """Take a checkpoint if one is due, and drop log records that are not needed. Call it between two steps."""
         self._forget_records()
         if self.is_due(cohort, last=last):
             faults.at_step(self._state.progress.step)
@@ -84,7 +87,10 @@ class Saver(Resumer):
             self.settle(cohort)
 
     def _forget_records(self) -> None:
-        """Those of steps before the newest durable checkpoint: one with an index, which is written last."""
+        """Drop the log's records of steps before the newest durable checkpoint.
+
+        A checkpoint with an index is durable: the index is written last.
+        """
         if self._log is None:
             return
         for step in reversed(self._taken):
@@ -94,7 +100,10 @@ class Saver(Resumer):
                 return
 
     def settle(self, cohort: Cohort) -> None:
-        """Before all leave: returns when the last checkpoint is there, taken again if who should commit it is lost."""
+        """Wait until the last checkpoint is durable, before all leave.
+
+        It is taken once more if it does not exist: the worker that should have committed it may be lost.
+        """
         progress = self._state.progress
         for again in (False, True):
             cohort.commit(Flush(self))
@@ -105,14 +114,17 @@ class Saver(Resumer):
             cohort.commit(TakeCheckpoint(self, cohort, progress.step))
 
     def last_exists(self) -> bool:
-        """Whether the last checkpoint is complete, after waiting for it. All have written their share by now."""
+        """Wait for the last checkpoint; return whether it is complete. All have written their share by now."""
         self._everywhere.set()
         self.leave()
         saved = self._state.progress.saved
         return saved is not None and index.exists(series.folder_of(self.settings.root, saved))
 
     def attempt(self, group: Group, step: int) -> float:
-        """Take the snapshot; return the number of steps to the next one, or ``SKIP`` if it cannot be had."""
+        """Take the snapshot; return the number of steps to the next one, or ``SKIP`` if it failed.
+
+        Only the first worker returns a number: the vote adds up all values. Raises ``Broken``.
+        """
         begin = time.monotonic()
         try:
             self._snapshot(group, step)
@@ -125,18 +137,19 @@ class Saver(Resumer):
         return min(self._steps_to_next(), self._longest or math.inf) if group.rank == 0 else 0.0
 
     def apply(self, cohort: Cohort, step: int, steps: float) -> None:
-        """All have the snapshot, unless ``steps`` is negative: write it, and note when the next one is due."""
-        skipped = steps < 0  # somebody could not take part
+        """Begin to write the snapshot, and note when the next one is due. ``steps``: the sum of all values."""
+        skipped = steps < 0  # some worker has returned SKIP
         self._state.progress.saved = step
         self._state.progress.due = step + (self.settings.first if skipped else int(steps))
         if not skipped:
             self._start(cohort, step)
             self._taken.append(step)
             if self._log is not None and not self._log.usable:
-                self._log.renew()  # from here on it is whole again
+                self._log.renew()  # a log that begins at a checkpoint is complete
 
     def _snapshot(self, group: Group, step: int) -> None:
-        if not self.flush(PATIENCE_SECONDS):  # the staging area is still being written from
+        """Copy this worker's share of the state to the staging area. Raises ``CheckpointError`` if it is in use."""
+        if not self.flush(PATIENCE_SECONDS):
             raise CheckpointError("the last one is still being written", hint="a slow disk? save less often")
         ranks = Texts(group, self._state.model.device)
         self._save = Save(series.folder_of(self.settings.root.absolute(), step), self._state.tree(), ranks)
@@ -145,7 +158,8 @@ class Saver(Resumer):
         faults.point("snapshot")
 
     def _start(self, cohort: Cohort, step: int) -> None:
-        self._everywhere.set()  # each has flushed before it voted
+        """Write the staged snapshot in a thread."""
+        self._everywhere.set()  # of the checkpoint before: every worker has written its share before it voted
         self._written, self._everywhere = threading.Event(), threading.Event()
         assert self._save is not None
         words = (self._save, step, cohort, self._written, self._everywhere)
@@ -153,6 +167,7 @@ class Saver(Resumer):
         self._works = [*(known for known in self._works if not known.done), work]
 
     def _steps_to_next(self) -> float:
+        """Return the user's interval, or the one that loses the least time by saves and failures."""
         if self.settings.every != "auto":
             return float(self.settings.every)
         step_seconds, lost_seconds = self.costs.step_seconds, self.costs.lost_seconds
@@ -165,20 +180,20 @@ class Saver(Resumer):
         return float(chosen.steps)
 
     def _seconds(self) -> float:
-        """How long this run has trained, over all its starts."""
+        """Return the seconds that this run has trained, over all its starts."""
         return self._state.progress.seconds + time.monotonic() - self._born
 
     def _carry_out(
         self, save: Save, step: int, cohort: Cohort, written: threading.Event, everywhere: threading.Event
     ) -> None:
-        """In a thread of its own: writes this worker's share; the first worker then waits for the others'."""
+        """Write this worker's share; the first worker then waits for the others and commits. Runs in a thread."""
         members = self._members
         try:
             faults.point("write")
             try:
                 post(save, save.write(self._staged.fill, threads=2))
             except BaseException:
-                post(save, None)  # whoever commits need not wait for us
+                post(save, None)  # so that the first worker does not wait for this share
                 raise
             finally:
                 written.set()
@@ -188,6 +203,7 @@ class Saver(Resumer):
             self._complain(step, e)
 
     def _commit(self, save: Save, step: int, reports: Sequence[WriteReport]) -> None:
+        """Write the index, which makes the checkpoint complete, and remove old checkpoints."""
         faults.point("commit")
         save.details["seconds"] = self._seconds()
         save.commit(reports)
@@ -198,7 +214,10 @@ class Saver(Resumer):
             logger.warning("cannot remove old checkpoints: %s", e)
 
     def _retire(self, newest: int) -> None:
-        """Newer ones can only be such as could not be resumed from; they are not what is kept."""
+        """Remove old checkpoints, as the settings say.
+
+        Checkpoints of later steps are left out of the count: they could not be resumed from.
+        """
         root, settings = self.settings.root, self.settings
         steps = [step for step in series.steps_in(root) if step <= newest]
         for old in series.to_delete(steps, keep=settings.keep, keep_every=settings.keep_every):
@@ -206,25 +225,25 @@ class Saver(Resumer):
         series.clean(root, before=newest, idle=LITTER_SECONDS)
 
     def _complain(self, step: int, error: Exception) -> None:
-        """A checkpoint that cannot be had is no reason to stop training; silence would be one."""
+        """Report that a checkpoint failed. Training goes on without it."""
         if self._log is not None and isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
-            self._log.give_up("the disk has no room for a checkpoint")  # its files may be what fills it
+            self._log.give_up("the disk has no room for a checkpoint")  # the log's files may be what fills the disk
         self._events.write("checkpoint-failed", step=step, reason=str(error))
         logger.warning("no checkpoint of step %d: %s; training goes on", step, error)
 
     def flush(self, seconds: float) -> bool:
-        """Whether this worker has written its share of the last checkpoint, after waiting for so long."""
+        """Wait at most ``seconds`` until this worker has written its share of the last checkpoint; return whether."""
         return self._written.wait(seconds)
 
     def leave(self) -> None:
-        """Returns when this worker writes no more."""
+        """Wait until this worker writes nothing more, at most ``LONGEST_SECONDS`` for each file."""
         if self.flush(LONGEST_SECONDS):
             for work in self._works:
                 work.join(LONGEST_SECONDS)
 
 
 class TakeCheckpoint(Operation):
-    """A checkpoint as an operation: all have taken the snapshot. Its value is the number of steps to the next one."""
+    """The operation that takes a snapshot on all workers. Its value is the number of steps to the next one."""
 
     kind: Kind = "checkpoint"
 
@@ -239,7 +258,7 @@ class TakeCheckpoint(Operation):
 
 
 class Flush(Operation):
-    """Everybody has written its share of the last checkpoint."""
+    """The operation after which every worker has written its share of the last checkpoint."""
 
     kind: Kind = "checkpoint"
 
@@ -252,7 +271,7 @@ class Flush(Operation):
 
 
 class LookForCheckpoint(Operation):
-    """The first worker's word whether the last checkpoint exists: 1 or 0."""
+    """The operation that finds out whether the last checkpoint exists. The first worker looks; its value is 1 or 0."""
 
     kind: Kind = "checkpoint"
 

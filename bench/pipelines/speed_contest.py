@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.pipelines.entries import Contestant, PipelineShape, started
-from bench.report import Say
+from bench.race_report import Say
 from bench.running import time_turns
 from holdfast.measuring import spread
 from holdfast.plan.lay_out import lay_out
@@ -127,10 +127,10 @@ def estimate(profile: Profile, *, workers: int, micro_batches: int, tolerate: in
         hosts={},
     )
     assert isinstance(layout, Layout), "the shapes of this race fit"
-    alone = len(layout.lines) == 1
+    alone = len(layout.pipelines) == 1
     seconds = [
         line.template.seconds(len(share), alone=alone)
-        for line, share in zip(layout.lines, layout.shares(micro_batches), strict=True)
+        for line, share in zip(layout.pipelines, layout.shares(micro_batches), strict=True)
         if line.template is not None and len(share)
     ]
     return max(seconds), layout

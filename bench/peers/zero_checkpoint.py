@@ -1,6 +1,6 @@
 """DeepSpeed's part of ``bench zero``: make a ZeRO checkpoint, or convert it to universal and load it.
 
-``deepspeed_zero.py make FOLDER MEGABYTES`` or ``deepspeed_zero.py load FOLDER MEGABYTES``; runs under the interpreter
+``zero_checkpoint.py make FOLDER MEGABYTES`` or ``zero_checkpoint.py load FOLDER MEGABYTES``; runs under the interpreter
 that ``make formats`` sets up. Prints one JSON line with seconds, imports not counted.
 """
 
