@@ -15,7 +15,7 @@ from holdfast.engine.model import LayeredModel
 from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
 from holdfast.engine.update import Update
-from tests.recovery import parts
+from tests.run import parts
 
 
 class Tied(nn.Module):
