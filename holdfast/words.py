@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable
 from datetime import datetime
@@ -101,8 +100,3 @@ def ranges_text(numbers: Iterable[int], last: str = ", ") -> str:
         run = [number for _, number in pairs]
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return last.join(filter(None, [", ".join(parts[:-1]), parts[-1]])) if parts else ""
-
-
-def say_aloud(text: str) -> None:
-    """Log a sentence that the user should see, as a warning."""
-    logging.getLogger("holdfast").warning(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,8 @@ from holdfast.run.saver import Saver
 from holdfast.run.settings import Settings
 from holdfast.sync.policy import refuse_talking_layers
 from holdfast.undo.undo import check, undo_step
-from holdfast.words import say_aloud
+
+logger = logging.getLogger(__name__)
 
 
 def make_engine(settings: Settings) -> tuple[Engine, Log | None]:
@@ -122,7 +124,7 @@ def _make_log(settings: Settings, module: nn.Module) -> Log | None:
     placed = replace(wanted, folder=wanted.folder or settings.checkpoint.root / "log")
 
     def say(reason: str) -> None:
-        say_aloud(f"the log is given up until there is a new checkpoint: {reason}")
+        logger.warning("the log is given up until there is a new checkpoint: %s", reason)
 
     return Log(placed, name=os.environ.get("HOLDFAST_WORKER", Solo.worker), say=say)
 
