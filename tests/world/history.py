@@ -328,12 +328,15 @@ def assert_samples(world: World, right: Expected, said: str) -> None:
 def is_lost(world: World) -> bool:
     """Whether all holders of some layer, in the last generation that has committed a step, were killed or hung.
 
-    If none has, all members: then a new coordinator cannot know that nothing is lost.
+    If none has, all members: a new coordinator cannot know that nothing is lost, nor can one that has heard of a
+    committed operation, such as the one that replicas begin with which train apart.
     """
     committed = [event["generation"] for event in world.of("commit")]
     gone = {e["worker"] for e in world.of("hangs")} | {e["worker"] for e in world.of("exit-of")}
     if not committed:
-        return bool(world.of("coordinator-restart")) and {*world.of("generation")[-1]["workers"]} <= gone
+        begun = any(process.run is not None and process.run._cohort.begun for process in world.processes)
+        unsure = begun or bool(world.of("coordinator-restart"))
+        return unsure and {*world.of("generation")[-1]["workers"]} <= gone
     holders: dict[int, set[str]] = defaultdict(set)
     for event in world.of("layout"):
         if event["generation"] == max(committed) and "first" in event:
