@@ -391,6 +391,16 @@ class Agent:
             self._said_bye = True
             self._tell({"type": "bye"})
 
+    def vanish(self) -> None:
+        """The machine is gone: the agent and all its workers at once, and nobody is left to tell."""
+        self._world.log("machine", host=self.host)
+        self.code, self._said_bye = -9, True
+        if self._line is not None:
+            self._line.end()
+            self._line = None
+        for worker in list(self.workers.values()):
+            worker.vanish()
+
     def leave(self) -> None:
         """SIGTERM: its workers leave at the next step boundary."""
         if self.is_over or self.leaving:

@@ -71,11 +71,15 @@ class Process:
             self._world.errors.append(e)
         self.end(code, error)
 
+    def vanish(self) -> None:
+        """Gone with its machine. If it runs at the moment, it ends at its next fault point."""
+        self.end(-9, struck=False)
+
     def kill(self) -> None:
         """SIGKILL."""
         self.end(-9)
 
-    def end(self, code: int, error: dict[str, Any] | None = None) -> None:
+    def end(self, code: int, error: dict[str, Any] | None = None, *, struck: bool = True) -> None:
         """The process is gone, with all its fibers and connections."""
         if self.dead:
             return
@@ -89,7 +93,13 @@ class Process:
                 fiber.doomed = True
         self.client.end()
         self._world.scheduler.later(self._world.latency(), lambda: self._agent.ended(self.name, code, error))
-        if self._world.scheduler.current is not None and self._world.scheduler.current.owner is self and code:
+        current = self._world.scheduler.current
+        if current is not None and current.owner is self and code and struck:
+            self._world.scheduler.current is not None
+            and self._world.scheduler.current.owner is self
+            and code
+            and struck
+        ):
             raise Killed
 
 
