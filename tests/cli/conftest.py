@@ -31,8 +31,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run(*words: object, columns: int | None = None) -> Said:
         monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, words)])
-        if columns is not None:
-            monkeypatch.setenv("COLUMNS", str(columns))
+        # Wide enough, unless it is what is tested: the folders of tests have long names.
+        monkeypatch.setenv("COLUMNS", str(columns or 200))
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main()

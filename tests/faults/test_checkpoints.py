@@ -112,7 +112,8 @@ def test_one_worker_killed_while_saving_costs_at_most_that_checkpoint(
     assert result.sha256 == undisturbed(STEPS).sha256
     assert not result.of("resumed"), "the survivors have the state"
     saved = [e["step"] for e in result.of("checkpoint")]
-    assert set(saved) >= {3, 9, 12, 14}
+    # Which one is in the hands of a thread of its own: a slow disk may still be at the one before.
+    assert len({3, 6, 9, 12, 14} - set(saved)) <= 1
     assert series.steps_in(tmp_path / "saved") == sorted(set(saved))[-3:]
 
 

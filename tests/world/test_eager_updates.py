@@ -13,7 +13,7 @@ from holdfast.commit import cohort as cohort_module
 from holdfast.commit.settle import account_of, settle
 from holdfast.engine import gradients
 from holdfast.errors import UsageError
-from holdfast.run import settings as settings_module
+from holdfast.run import parts as parts_module
 from holdfast.undo.undo import undo_step
 from tests.world import history as history_module
 from tests.world.aimed import History, Strike, side, spread_out, votes
@@ -45,7 +45,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Any:
             before(worlds[-1].process.name, optimizer, grads, first)
 
         monkeypatch.setattr(World, "__init__", init)
-        monkeypatch.setattr(settings_module, "undo_step", inverse)
+        monkeypatch.setattr(parts_module, "undo_step", inverse)
 
     return install
 

@@ -95,11 +95,6 @@ class Process:
         self._world.scheduler.later(self._world.latency(), lambda: self._agent.ended(self.name, code, error))
         current = self._world.scheduler.current
         if current is not None and current.owner is self and code and struck:
-            self._world.scheduler.current is not None
-            and self._world.scheduler.current.owner is self
-            and code
-            and struck
-        ):
             raise Killed
 
 
