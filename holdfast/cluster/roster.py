@@ -309,14 +309,18 @@ class Roster(Generations):
                 peer.heard = now
             return
         cause = f"no heartbeat for {watch.timeout:g} s"
+        # Giving one up may send others away, so each is looked for once more.
         for name in watch.silent({name: worker.heard for name, worker in self.workers.items()}, now):
-            self._register.hang_up(self.workers[name].connection)
-            self._give_up(name, cause)
+            if name in self.workers:
+                self._register.hang_up(self.workers[name].connection)
+                self._give_up(name, cause)
         for number in watch.silent({number: host.heard for number, host in self.hosts.items()}, now):
-            self._register.hang_up(self.hosts[number].connection)
-            self._host_gone(self.hosts[number], cause)
+            if number in self.hosts:
+                self._register.hang_up(self.hosts[number].connection)
+                self._host_gone(self.hosts[number], cause)
         for name in watch.silent(self.absent, now):
-            self._give_up(name, "did not come back to the coordinator")
+            if name in self.absent:
+                self._give_up(name, "did not come back to the coordinator")
         self._look_for_hosts()
         self._look_for_disagreement()
         self.advance()  # some decisions wait for time to pass
