@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,8 +103,12 @@ REFUSED: dict[Callable[..., Any], list[dict[str, Any]]] = {
     LogSettings: [
         {"budget": 0},
         {"budget": "plenty"},
+        {"budget": True},
+        {"budget": 1.5},
+        {"budget": float("nan")},
         {"memory": -1},
         {"memory": None},
+        {"memory": float("inf")},
         {"folder": 3},
     ],
 }
@@ -179,8 +184,13 @@ def test_short_forms_of_a_log() -> None:
     assert LogSettings.of(False) is None
     assert LogSettings.of(True) == LogSettings()
     assert LogSettings.of("2GB") == LogSettings.of(2_000_000_000) == LogSettings(budget=2_000_000_000)
+    assert LogSettings.of(2e9) == LogSettings(budget=2_000_000_000)
+
+
+@pytest.mark.parametrize("given", [None, 0, -1, 1.5, float("nan"), "plenty", "0GB", [1]], ids=repr)
+def test_values_that_are_no_log(given: Any) -> None:
     with pytest.raises(UsageError):
-        LogSettings.of([1])
+        LogSettings.of(given)
 
 
 def test_no_placement_is_the_planners_choice() -> None:
@@ -205,12 +215,34 @@ def test_no_placement_is_the_planners_choice() -> None:
         {"data": Data(DATA, partition=SelDP(size=8))},
         {"numerics": Numerics(update="eager"), "clip_norm": 1.0},
         {"log": True},
+        {"log": None},
+        {"log": 1.5, "checkpoint": "unused"},
+        *({"clip_norm": norm} for norm in (-1.0, 0, float("nan"), float("inf"), "1", True, [1.0])),
+        *({"seed": seed} for seed in ("0", 1.5, None, True, 2**64, 2**70, np.int64(-1), torch.tensor(1.5))),
+        *({"global_batch": batch} for batch in (4.0, "4", None, 0, -4, True, np.float64(4))),
+        *({"micro_batch": batch} for batch in (2.0, "2", None, 0, -2, True, np.bool_(True))),
+        *({"layers": layers} for layers in (None, 3, "layers", [], [None])),
+        *({"loss": loss} for loss in (None, 3)),
+        *({"optimizer": optimizer} for optimizer in (None, "SGD")),
+        *({"collate": collate} for collate in (None, 3)),
+        *({"schedule": schedule} for schedule in (3, 0.1, "cosine")),
     ],
-    ids=lambda changes: "-".join(changes),
+    ids=lambda changes: "-".join(f"{name}={value!r}" for name, value in changes.items() if name != "data"),
 )
 def test_arguments_that_a_run_refuses(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         make(**changes)
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    plain = make(seed=3, clip_norm=1)
+    numpy = make(seed=np.int64(3), clip_norm=np.float32(1), global_batch=np.int32(4), micro_batch=np.uint8(2))
+    assert type(numpy.engine.order.seed) is int
+    assert repr(numpy.engine.order) == repr(plain.engine.order)
+
+
+def test_the_largest_seed_trains() -> None:
+    assert [step.number for step in make(seed=2**64 - 1).steps(1)] == [0]
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ class LogSettings:
     folder: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.budget is not None and (not isinstance(self.budget, int | float) or self.budget <= 0):
+        if self.budget is not None and not _is_bytes(self.budget, least=1):
             raise UsageError(f"a log of {self.budget!r} bytes is none", hint="log=False, or a number of bytes")
-        if not isinstance(self.memory, int | float) or self.memory < 0:
+        if not _is_bytes(self.memory, least=0):
             raise UsageError(f"a log cannot have {self.memory!r} bytes of memory", hint="0 or more")
         if not isinstance(self.folder, str | os.PathLike | None):
             raise UsageError(f"folder={self.folder!r} is no folder for a log", hint="a path, or None")
@@ -67,16 +67,21 @@ class LogSettings:
     def of(cls, given: Any) -> LogSettings | None:
         """Return the settings that a user means by ``log=given``: True, bytes, text such as "2GB", or all of them.
 
-        None means no log.
+        Returns None for False: no log. Raises ``UsageError`` for anything else.
         """
-        if given is None or given is False:
+        if given is False:
             return None
         if isinstance(given, LogSettings):
             return given
         if not isinstance(given, bool | int | float | str):
-            raise UsageError(f"log={given!r} is no log", hint="True, a number of bytes, or text as in '2GB'")
+            raise UsageError(f"log={given!r} is no log", hint="True, False, a number of bytes, or text as in '2GB'")
         budget = None if given is True else parse_size(given) if isinstance(given, str) else given
         return cls(budget=budget)  # type: ignore[arg-type]  # a float such as 2e9 will do
+
+
+def _is_bytes(value: object, *, least: int) -> bool:
+    """Whether a value is a whole number from ``least`` on. A float such as 2e9 is; True, NaN and infinity are not."""
+    return type(value) in (int, float) and value >= least and value % 1 == 0  # type: ignore[operator]
 
 
 class _Record:

@@ -57,11 +57,11 @@ class Run:
     - ``optimizer``: a function of the parameters that makes an optimizer.
     - ``data``: a map-style data set, where ``data[i]`` is ``(input, target)``; or ``Data`` with more settings.
     - ``global_batch``, ``micro_batch``: samples of a step, and of a part of it that is computed at once.
-    - ``seed``: of all random numbers: the order of samples, dropout, layers that are made.
+    - ``seed``: of all random numbers: the order of samples, dropout, layers that are made. From 0 on, below 2**64.
     - ``collate``: a function of a list of samples that makes one batch of them.
     - ``schedule``: a function of the step that gives the learning rate, or one of the optimizer that gives a torch
       scheduler.
-    - ``clip_norm``: the norm that gradients are clipped to. None: they are not.
+    - ``clip_norm``: the norm that gradients are clipped to, above 0. None: they are not.
     - ``numerics``: "exact", where the weights do not depend on how many workers there are or what happened to them;
       "fast", which may differ in the last bits; or ``Numerics`` with more settings.
     - ``tolerate``: how many workers may be lost at once: more than so many hold each layer. None: one, if there are

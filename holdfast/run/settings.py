@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.checks import function, to_whole, whole
 from holdfast.data.order import Order
 from holdfast.data.source import Data
 from holdfast.engine.engine import Loss
+from holdfast.engine.layers_of import CutModel
 from holdfast.engine.model import Layers
 from holdfast.engine.numerics import Numerics
 from holdfast.engine.update import Schedule
@@ -20,6 +24,8 @@ from holdfast.log.log import LogSettings
 from holdfast.plan.placement import Placement
 from holdfast.recovery.resume import Checkpoints
 from holdfast.sync.policy import Policy
+
+SEEDS = 2**64  # a seed is below this number, as one for torch.manual_seed is
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,10 +53,8 @@ class Settings:
     sync: Literal["every-step"] | Policy
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise UsageError("seed cannot be negative", hint="0, 1, 2 …")
-        if self.tolerate is not None and (type(self.tolerate) is not int or self.tolerate < 0):
-            raise UsageError(f"tolerate={self.tolerate!r} is no number of losses", hint="0, 1, 2 …")
+        self._check_functions()
+        self._check_numbers()
         if self.sync != "every-step" and not isinstance(self.sync, Policy):
             raise UsageError(
                 f"sync={self.sync!r} is not known", hint="'every-step', or a policy: SelSync(target=0.1), LocalSGD …"
@@ -90,18 +94,39 @@ class Settings:
             f"log {self.log}, sync {self.sync}"
         )
 
+    def _check_functions(self) -> None:
+        if not isinstance(self.layers, nn.Module | Iterable | CutModel):
+            raise UsageError("layers must be torch modules", hint="a module, nn.Sequential or a list of modules")
+        function("loss", self.loss, hint="as in nn.functional.mse_loss")
+        function("optimizer", self.optimizer, hint="as in lambda params: torch.optim.AdamW(params, lr=3e-4)")
+        function("collate", self.collate, hint="leave it out, or a function of a list of samples")
+        if self.schedule is not None:
+            function("schedule", self.schedule, hint="None, or as in lambda step: 0.1 * 0.9**step")
+
+    def _check_numbers(self) -> None:
+        for name, least in {"global_batch": 1, "micro_batch": 1, "seed": 0}.items():
+            # As ints: random numbers depend on the text of the seed, and that of a NumPy number is another.
+            object.__setattr__(self, name, to_whole(name, getattr(self, name), least=least))
+        if self.seed >= SEEDS:
+            raise UsageError(f"seed={self.seed} is too large", hint="below 2**64")
+        if self.tolerate is not None:
+            whole("tolerate", self.tolerate, least=0)
+        norm = self.clip_norm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not 0 < norm < math.inf):
+            raise UsageError(f"clip_norm={norm!r} is no norm to clip to", hint="a number above 0, or None")
+
     def _check_batches(self) -> None:
-        samples, whole, micro = len(self.data.dataset), self.global_batch, self.micro_batch
-        if whole < 1 or micro < 1 or whole % micro:
-            nearest = max(1, round(whole / max(1, micro))) * max(1, micro)
+        samples, batch, micro = len(self.data.dataset), self.global_batch, self.micro_batch
+        if batch % micro:
+            nearest = max(1, round(batch / micro)) * micro
             raise UsageError(
-                f"global_batch={whole} is not a multiple of micro_batch={micro}",
+                f"global_batch={batch} is not a multiple of micro_batch={micro}",
                 hint=f"global_batch={nearest} would be",
             )
-        if samples < whole:
+        if samples < batch:
             possible = f"global_batch={samples // micro * micro}" if samples >= micro else f"micro_batch={samples}"
             raise UsageError(
-                f"the data set has {samples} samples, fewer than global_batch={whole}", hint=f"{possible} or less"
+                f"the data set has {samples} samples, fewer than global_batch={batch}", hint=f"{possible} or less"
             )
 
     def _check_policy(self) -> None:
