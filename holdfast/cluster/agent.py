@@ -230,6 +230,10 @@ class Agent:
                 self._tell({"type": "beat"})
             elif kind == "welcome":
                 self._welcomed(message["host"], message["master_port"])
+                if message["begun"]:  # what was told while the connection was lost
+                    self._training_began()
+                if message["finishing"]:
+                    self._finish()
             elif kind == "generation":
                 self._training_began()
             elif kind == "recovered":
@@ -271,7 +275,7 @@ class Agent:
         """Start the spares, which must not slow down the start of the workers that train."""
         if not self._begun:
             self._begun = True
-            for spare in range(self.settings.spares):
+            for spare in range(0 if self._leaving else self.settings.spares):
                 self._start(self.settings.workers + spare)
 
     def _told_to_stop(self, code: int, text: str) -> None:

@@ -80,6 +80,8 @@ def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: M
     """
     if len(slots) < minimum_hosts:
         return Readiness(ready=False, reason=f"{len(slots)} of at least {minimum_hosts} hosts are here")
+    if not sum(slots.values()):
+        return Readiness(ready=False, reason="no host has room for a worker")
     for host, wanted in slots.items():
         if waiting.get(host, 0) < wanted:
             reason = f"host {host} has {waiting.get(host, 0)} of {wanted} workers ready"

@@ -108,6 +108,8 @@ class Coordinator:
         """Set the timer to the roster's next deadline. asyncio's clock is ``time.monotonic``, as the roster's."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._roster.stopped:
+            return
         self._timer = asyncio.get_running_loop().call_at(self._roster.deadline, self._step, Tick())
 
     # --- messages from the roster ----------------------------------------------------------------

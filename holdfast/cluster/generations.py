@@ -56,6 +56,7 @@ class Generations:
         self._recovered = 0  # the newest generation that has committed something
         self._last_words: tuple[float, str] | None = None  # when the run will end, and why
         self._lost: list[tuple[str, float]] = []  # members lost since the last recovery, and when
+        self._given_up: set[str] = set()  # lost with their host, as far as known: their processes may be hung
 
     @property
     def members(self) -> list[str]:
@@ -169,8 +170,10 @@ class Generations:
         if not judgement.goes_on and not self._finishing:
             lost = ", ".join(name for name, _ in self._lost) or "all members"
             self._send_away(standings)
-            # Nobody trains, so replacements may start at once.
-            self._register.send_all(self.hosts.values(), {"type": "recovered"})
+            if self._recovered < self.generation.number:  # told once
+                # Nobody trains, so replacements may start at once.
+                self._recovered = self.generation.number
+                self._register.send_all(self.hosts.values(), {"type": "recovered"})
             what = "some of the layers, nor is there a checkpoint folder" if standings else "the model"
             self._begin_again(self._waiting(), f"{lost} lost", what)
             return
@@ -223,6 +226,18 @@ class Generations:
         self._register.send_all(peers, {"type": "generation", "generation": self.generation.to_json()})
         hosts = [member.host for member in members]
         self._register.log("generation", number=number, workers=self.members, hosts=hosts, reason=reason)
+        self.kill_given_up()
+
+    def kill_given_up(self) -> None:
+        """Have processes killed that were given up with their host, once it is back and nobody needs them.
+
+        A hung one would never end. One that lives may hold the only copy of a layer while no other generation forms.
+        """
+        for name in sorted(self._given_up - {*self.members}, key=worker_order):
+            host = self.hosts.get(worker_order(name)[0])
+            if host is not None:
+                self._given_up.discard(name)
+                self._register.send(host.connection, {"type": "kill", "worker": name})
 
     def share(self, sender: str, message: Message) -> None:
         """Pass an address on to the other members of the generation that is forming."""

@@ -141,8 +141,10 @@ class Roster(Generations):
         if hello["finished"]:
             self.finish()
         welcome = {"type": "welcome", "host": number, "master_port": self.settings.master_port}
+        welcome |= {"begun": self.generation is not None, "finishing": self._finishing}  # it may have missed that
         self._register.send(host.connection, welcome)
         self._register.log("host", host=number, slots=host.slots)
+        self.kill_given_up()
         self.advance()
 
     def _worker_came(self, connection: int, hello: Message) -> None:
@@ -170,6 +172,7 @@ class Roster(Generations):
         if hello["finished"]:
             self.finish()
         if known is not None:
+            self._last_words = None  # somebody who holds the state is back
             self._remember(known)
             # Another member may wait for an address that was lost with its old connection.
             self._breaking = self._breaking or (known.number == self._announced > self._recovered)
@@ -202,6 +205,8 @@ class Roster(Generations):
             self.absent = {w: self._now for w in known.workers if w not in self.workers}
             for name in [n for n, w in self.workers.items() if not w.fresh and n not in known.workers]:
                 self._dismiss(name, {"type": "stop", **_given_up(name)})
+            for name in [name for name in self.absent if name in self._exits]:  # told before anybody knew of it
+                self._ended_well(name)
 
     # --- going -----------------------------------------------------------------------------------
 
@@ -212,22 +217,25 @@ class Roster(Generations):
         whether the process has ended, and reports it at once. A living worker connects again, and training goes on.
         """
         if isinstance(peer, Host):
-            self._host_gone(peer, "connection lost")
+            self._host_gone(peer, "connection lost", silent=self._watch.is_dazed(self._now))
         elif peer.name in self._exits:
             self._ended_well(peer.name)
         elif self._watch.is_dazed(self._now) or worker_order(peer.name)[0] in self.hosts:
             self.absent[peer.name] = self._now
         else:
+            self._given_up.add(peer.name)
             self._worker_gone(peer.name, "connection lost")
 
-    def _host_gone(self, host: Host, cause: str) -> None:
+    def _host_gone(self, host: Host, cause: str, *, silent: bool = False) -> None:
         """Strike out a host. Its workers have their own connections; only the target shrinks by its slots.
 
-        Workers whose lines were lost before are given up: nobody is left who could tell that they live.
+        Workers whose lines were lost before are given up: nobody is left who could tell that they live. Not if the
+        coordinator itself was ``silent``: then all may come back.
         """
         self._register.remove(host)
         self._register.log("host-gone", host=host.number, cause=cause)
-        for name in [name for name in self.absent if worker_order(name)[0] == host.number]:
+        for name in [] if silent else [name for name in self.absent if worker_order(name)[0] == host.number]:
+            self._given_up.add(name)
             self._worker_gone(name, cause)
         if not self.hosts and (cause == DONE or self._finishing):
             self.stopped = True
@@ -248,6 +256,7 @@ class Roster(Generations):
     def _worker_ended(self, report: Message) -> None:
         """Take in an agent's report that a worker has ended. The worker's connection may still be open."""
         self._register.log("exit", **{k: v for k, v in report.items() if k != "type"})
+        self._given_up.discard(report["worker"])
         worker, error = self.workers.get(report["worker"]), report["error"]
         if report["code"] == 0 and error is None:
             self._exits[report["worker"]] = report["finished"]
@@ -268,16 +277,16 @@ class Roster(Generations):
 
     def _ended_well(self, name: str) -> None:
         """Take in that a worker has ended with code 0 without a bye: it was lost with the connection."""
+        self.absent.pop(name, None)
         if self._exits[name] and name in self.members:
-            self.absent.pop(name, None)
             self.finish()
-            self.advance()
         elif name in self.members:
             self._worker_gone(name, "it has ended")
+        self.advance()
 
     def _judge_error(self, name: str, error: Message) -> None:
         """Stop the run for an error of the script, or tell the hosts that it goes on."""
-        last = error["text"].strip().splitlines()[-1]
+        last = (error["text"].strip() or "no error text").splitlines()[-1]
         verdict = compose.judge_error(error=last, earlier=self._errors, alive=len(self.workers))
         self._errors.append(last)
         if verdict.stop:

@@ -166,6 +166,72 @@ def test_a_machine_whose_lines_are_all_lost_is_lost_at_once() -> None:
     assert "failure" in logged(table.close(100))
 
 
+def test_lines_of_a_machine_that_come_back_before_anything_else_happened_end_nothing() -> None:
+    """Everybody who holds the state is there again, before the run is declared over."""
+    table = Table(2)
+    table.hear(0, "progress", generation=1, operation=1)
+    assert table.roster.generation is not None
+    known = table.roster.generation.to_json()
+    for connection in (0, 1, 100):
+        table.close(connection)
+    table.connect(110, role="agent", host=0, slots=2, begun=True, finished=False)
+    for number in range(2):
+        sent = table.worker(number, connection=10 + number, standing=None, generation=known, committed=True)
+        assert to(sent, 10 + number) == ["regroup"]
+    for number in range(2):
+        table.show(10 + number, operation=1, broken=True)
+    assert "stop" not in logged(table.wait(5.0, 10, 11, 110))
+    assert table.roster.members == ["0.0", "0.1"]
+    assert table.roster.generation.number == 2
+
+
+def test_a_script_that_ended_before_a_new_coordinator_knew_of_it_is_the_end() -> None:
+    before = Table(2).roster.generation
+    assert before is not None
+    table = Table(0, first_host=1000)
+    table.connect(110, role="agent", host=0, slots=2, begun=True, finished=False)
+    table.hear(110, "exit", **report("0.1", 0))
+    sent = table.worker(0, standing=None, generation=before.to_json(), committed=True)
+    assert "finished" in logged(sent)
+    assert not table.roster.absent
+
+
+def test_a_joiner_that_ended_as_asked_delays_nobody() -> None:
+    table = Table(2)
+    table.worker(2)
+    table.close(2)
+    table.hear(100, "exit", **report("0.2", 0) | {"finished": False})
+    assert not table.roster.absent
+    assert to(table.die(1), 0) == ["regroup"]
+
+
+def test_no_generation_without_members() -> None:
+    table = Table(0)
+    table.hear(100, "slots", slots=0)
+    assert table.roster.generation is None
+
+
+def test_an_agent_that_was_away_is_told_what_it_missed() -> None:
+    table = Table(1)
+    table.close(100)
+    sent = table.connect(110, role="agent", host=0, slots=1, begun=False, finished=False)
+    assert [message["begun"] for recipient, message in sent if recipient == 110 and "begun" in message] == [True]
+
+
+def test_a_process_that_was_given_up_with_its_host_is_killed_when_that_is_back() -> None:
+    table = Table(1, maximum_hosts=2)
+    table.connect(101, role="agent", host=None, slots=1, begun=False, finished=False)
+    table.hear(0, "progress", generation=1, operation=1)
+    table.worker(0, connection=1, worker="1.0")
+    table.show(0, operation=1, boundary=True)
+    table.hear(0, "progress", generation=2, operation=2)
+    table.close(1)
+    table.close(101)
+    table.show(0, operation=2, broken=True)
+    sent = table.connect(111, role="agent", host=1, slots=1, begun=True, finished=False)
+    assert "kill" in to(sent, 111)
+
+
 def test_a_line_that_was_lost_while_a_generation_forms_ends_it() -> None:
     """Another member may wait for an address that was on it."""
     table = Table(2)

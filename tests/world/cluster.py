@@ -92,6 +92,8 @@ class Coordinator:
         self._timer = 0  # the number of the newest timer: older ones are void
         self.roster: Roster | None = None
         self.over = False
+        self._asleep = False
+        self._missed: list[Event] = []  # what came in while it was asleep
         self.start()
 
     def start(self) -> None:
@@ -105,14 +107,29 @@ class Coordinator:
         if self.over:
             return
         self._log("coordinator-restart")
-        self.roster = None
+        self.roster, self._missed = None, []
         for line in list(self._lines.values()):
             line.lose()
         self.scheduler.later(seconds, self.start)
 
+    def sleep(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later: it hears of everything when it wakes up."""
+        if not self._asleep and self.roster is not None:
+            self._log("sleeps", seconds=seconds)
+            self._asleep = True
+            self.scheduler.later(seconds, self._wake)
+
+    def _wake(self) -> None:
+        self._asleep = False
+        missed, self._missed = self._missed, []
+        for event in missed:
+            self.step(event)
+        if self.roster is not None and not self.over:
+            self.step(Tick())
+
     def connect(self, end: Endpoint) -> Line | None:
-        """A new connection; None while there is no coordinator."""
-        if self.roster is None or self.over:
+        """A new connection; None while there is no coordinator, or it does not answer."""
+        if self.roster is None or self.over or self._asleep:
             return None
         line = Line(self, end, self._numbers)
         self._numbers += 1
@@ -130,6 +147,9 @@ class Coordinator:
     def step(self, event: Event) -> None:
         roster = self.roster
         if roster is None:
+            return
+        if self._asleep:
+            self._missed += [] if isinstance(event, Tick) else [event]
             return
         for recipient, message in roster.step(event, self.scheduler.now):
             if recipient == EVENTS:
@@ -350,6 +370,10 @@ class Agent:
         if self.code is not None:  # its farewell was lost with an earlier coordinator
             self._say_bye()
             return
+        if kind == "welcome":
+            self._begun = self._begun or message["begun"]
+            if message["finishing"]:
+                self._finish()
         if kind == "beat":
             self._tell({"type": "beat"})
         elif kind == "welcome" and self.host is None:
@@ -390,6 +414,13 @@ class Agent:
         if self._line is not None:
             self._said_bye = True
             self._tell({"type": "bye"})
+
+    def drop_lines(self) -> None:
+        """The network resets all connections of this machine to the coordinator."""
+        for worker in self.workers.values():
+            worker.client.drop_line()
+        if self._line is not None:
+            self._line.lose()
 
     def vanish(self) -> None:
         """The machine is gone: the agent and all its workers at once, and nobody is left to tell."""

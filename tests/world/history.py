@@ -30,7 +30,22 @@ Layouts = Callable[[int, str], Layout]
 
 STEPS = 5
 LAYERS = 4
-FAULTS = ("kill", "kill another", "kill two", "hang", "drop line", "cut", "crash", "slow", "join", "leave", "machine")
+FAULTS = (
+    "kill",
+    "kill another",
+    "kill two",
+    "hang",
+    "drop line",
+    "cut",
+    "crash",
+    "slow",
+    "join",
+    "leave",
+    "machine",
+    "lines",
+    "sleep",
+    "pause",
+)
 
 
 def _numbers(seed: int) -> torch.Tensor:
@@ -233,6 +248,12 @@ def strike(world: World, process: Process, kind: str) -> None:
         world.freeze(other) if kind == "hang" else other.kill()
     if kind in ("kill", "kill two"):
         process.kill()
+    elif kind == "lines":
+        chance.choice([agent for agent in world.agents if agent.code is None]).drop_lines()
+    elif kind == "sleep":
+        world.coordinator.sleep(chance.uniform(0.5, 20.0))
+    elif kind == "pause" and others:
+        world.pause(chance.choice(others), chance.uniform(0.5, 12.0))
     elif kind == "machine":
         there = [agent for agent in world.agents if agent.code is None]
         if len(there) > 1:

@@ -161,6 +161,18 @@ class World:
     def alive(self) -> list[Process]:
         return [process for process in self.processes if not process.dead and not process.frozen]
 
+    def pause(self, process: Process, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later, if it is still there then."""
+        self.log("pauses", worker=process.name, seconds=seconds)
+        process.frozen = True
+
+        def wake() -> None:
+            if process.frozen and not process.dead:
+                process.frozen = False
+                process.client.thawed()
+
+        self.scheduler.later(seconds, wake)
+
     def freeze(self, process: Process) -> None:
         """SIGSTOP: it is there, and does nothing."""
         self.log("hangs", worker=process.name)
