@@ -143,7 +143,7 @@ def sync(
     tune: Annotated[bool, typer.Option("--tune", help="Look for learning rates instead, without any limit.")] = False,
     json: Json = False,
 ) -> None:
-    """Policies on when replicas talk, at 20 to 1000 Mbit: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo and SelSync."""
+    """Policies on when replicas talk, 20-1000 Mbit: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo, SelSync. Drawn."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the namespaces are taken down
     if tune:
         from bench.replicas.tuning import tune as tune_rates
