@@ -118,7 +118,7 @@ def pipeline(
 
 @app.command()
 def log(rounds: Rounds = 20, json: Json = False) -> None:
-    """What a tensor log costs while nothing happens: speed, CPU time and bytes, in memory and on disk."""
+    """The cost of a tensor log while nothing happens: speed, CPU time and bytes, in memory and on disk."""
     from bench.races import log as race
 
     _finish("log", race, json, rounds=rounds)
@@ -143,7 +143,7 @@ def sync(
     tune: Annotated[bool, typer.Option("--tune", help="Look for learning rates instead, without any limit.")] = False,
     json: Json = False,
 ) -> None:
-    """When replicas talk, at 20 to 1000 Mbit: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo, SelSync. Drawn."""
+    """Policies on when replicas talk, 20-1000 Mbit: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo, SelSync. Drawn."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the namespaces are taken down
     if tune:
         from bench.replicas.tuning import tune as tune_rates

@@ -16,7 +16,7 @@ from tests.harness import Result, end_zygotes, launch
 PIPELINE = Path(__file__).parent / "faults" / "pipeline.py"
 settings.register_profile("default", deadline=None)  # a busy machine is no failure
 settings.register_profile("thorough", deadline=None, max_examples=1000)
-FEW = 3  # scenarios of a soak; with more of them all sweeps are complete
+FEW = 3  # the --soak of `make test`; with a larger one all sweeps are complete
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,7 +31,7 @@ def simulate(
     ],
     model: Annotated[str, typer.Option(help="A model of the tables, a profile's path, or uniform:96.")],
     systems: Annotated[
-        str, typer.Option(help="Which ones, with commas.")
+        str, typer.Option(help="Systems to simulate, with commas between.")
     ] = "holdfast,oobleck,recycle,varuna,bamboo,restart,ideal",
     tables: Annotated[Path | None, typer.Option(help="Measured throughput and times, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw throughput over time into this .png or .svg.")] = None,
@@ -52,7 +52,7 @@ def simulate(
     memory: Annotated[float | None, typer.Option(help="With a profile: GB of one device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """What training systems would have made of a failure trace: throughput, and GPU-hours used, idle and lost.
+    """Simulate training systems under a failure trace: throughput, and GPU-hours used, idle and lost.
 
     With --tables their throughput is what somebody measured; without, what our cost model says of your profile.
     """

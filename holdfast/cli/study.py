@@ -20,10 +20,10 @@ def study(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer rounds, models and kills: within five minutes.")
     ] = False,
-    frameworks: Annotated[str, typer.Option(help="Which ones, with commas.")] = FRAMEWORKS,
+    frameworks: Annotated[str, typer.Option(help="Frameworks to measure, with commas between.")] = FRAMEWORKS,
     model: Annotated[
         str | None,
-        typer.Option(help="What the advice is for: lenet, gpt, resnet50, vgg16, or the path of your own checkpoint."),
+        typer.Option(help="The model to advise on: lenet, gpt, resnet50, vgg16, or the path of your own checkpoint."),
     ] = None,
     mtbf: Annotated[str, typer.Option(help="The time between failures, as in 90m, 6h or 2d.")] = "6h",
     seed: Annotated[int, typer.Option(min=0, help="Of the order of turns, and of the moments of kills.")] = 0,
@@ -32,7 +32,7 @@ def study(
     ] = Path("holdfast-study"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """What checkpoints cost here, over frameworks and formats, and what to do about it.
+    """Measure what checkpoints cost here, over frameworks and formats, and advise what to do about it.
 
     Each framework gets a venv of its own under .study/ (once; gigabytes in all). Measured are cost, formats and sizes,
     scale, determinism and crash safety; report.html, report.md, report.json and pictures are written to --out.

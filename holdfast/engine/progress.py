@@ -1,4 +1,4 @@
-"""Where a run is: what a joiner has to be told, and a checkpoint has to keep, beside layers and optimizer."""
+"""The progress of a run: all that a joiner is told and a checkpoint keeps, beside layers and optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Progress:
-    """The same on every worker whenever an operation is committed.
+    """Progress of a run. It is the same on every worker whenever an operation is committed.
 
     >>> progress = Progress(step=3)
     >>> progress.take(Progress(step=4, saved=2).to_json())

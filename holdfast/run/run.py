@@ -1,4 +1,4 @@
-"""``holdfast.Run``: what a training script writes."""
+"""``holdfast.Run``, the training of a script."""
 
 from __future__ import annotations
 
@@ -155,20 +155,26 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many steps are committed."""
+        """Number of committed steps."""
         return self._progress.step
 
     @property
     def workers(self) -> int:
-        """How many workers train at the moment."""
+        """Number of workers that train at the moment."""
         return self._cohort.size
 
     @property
     def is_first_worker(self) -> bool:
+        """Whether this worker is the first of those that train. Before training begins, none is."""
         return self._cohort.is_first
 
     def steps(self, total: int) -> Iterator[Step]:
-        """Train until ``total`` steps are committed; yields each as it is, whatever happens inside."""
+        """Train until ``total`` steps are committed. Yields each step when it is, whatever was lost meanwhile.
+
+        Raises ``UsageError`` if data, model, loss or the workers' scripts do not fit together, ``LossNotFinite`` if
+        the loss is NaN or infinite, ``TooFewWorkers`` if those left cannot hold the model, ``CheckpointError`` if a
+        checkpoint cannot be resumed from, and whatever the user's functions raise.
+        """
         about_to_train(self)  # `holdfast profile` measures instead
         self._cohort.boundary()
         while self.step < total:
@@ -189,7 +195,7 @@ class Run:
         self._cohort.boundary()
 
     def finish(self) -> None:
-        """Called at the end of the script: nobody leaves before all have committed the last step.
+        """End the training: return when all workers have committed the last step. Called at the end of the script.
 
         A worker whose last vote broke needs somebody to tell it that the step is committed.
         """
@@ -202,7 +208,7 @@ class Run:
             self._cohort.membership.finished()
 
     def leave(self) -> None:
-        """Returns when no checkpoint is being written any more."""
+        """Complete what is being written: return when no checkpoint is any more, and close the log."""
         if self._saver is not None:
             self._saver.leave()
         if self._log is not None:
@@ -215,13 +221,13 @@ class Run:
             self._saver.if_due(self._cohort, last=last)
 
     def _settle(self, why: str, *, full: bool = True) -> None:
-        """Replicas that train apart become equal first."""
+        """Make replicas equal that train apart. ``why`` is for the report; ``full``: the optimizer's state too."""
         if self._apart is not None:
             self._apart.settle(why, full=full)
             self._apart.compute_together()
 
     def _next_step(self) -> Step:
-        """Commits the next step."""
+        """Commit the next step."""
         number, cohort = self.step, self._cohort
         faults.at_step(number)
         begin, generation = time.monotonic(), cohort.generation
@@ -257,7 +263,7 @@ class Run:
         self._events.write(event, worker=cohort.membership.worker, generation=cohort.generation, **fields)
 
     def _say_what_is_survived(self) -> None:
-        """Once for each number of workers that is too small, not for each step."""
+        """Warn if the workers are too few for the wished tolerance: once for each number of them, not at each step."""
         wished, possible = self._wished, self._arranger.layout.tolerate
         said = f"{count(self.workers, 'worker')} cannot survive the loss of {wished}" if possible < wished else ""
         if said and said != self._said and self.is_first_worker:
@@ -266,7 +272,7 @@ class Run:
 
     @property
     def sync_totals(self) -> Totals:
-        """Of this worker: steps, synchronisations, bytes sent, and how far replicas were apart."""
+        """Totals of this worker: steps, synchronisations, bytes sent, and how far replicas were apart."""
         if self._apart is not None:
             return self._apart.totals
         return Totals(steps=self.step, synchronised=self.step, exchanged=self.step, sent=self._cohort.sent)
@@ -274,10 +280,11 @@ class Run:
     # --- evaluation and results ------------------------------------------------------------------
 
     def evaluate(self, dataset: Dataset, measure: Loss | None = None) -> float:
-        """The mean of ``measure(output, target)``, by default the loss, over a data set.
+        """Return the mean of ``measure(output, target)``, by default the loss, over a data set.
 
         Workers share the work, so every worker must call it. A worker that joins later gets the values of
-        the evaluations it has missed between loops, so that its script decides as the others' did.
+        the evaluations it has missed between loops, so that its script decides as the others' did. Raises
+        ``UsageError`` if the data set is empty, or if workers ask for different things.
         """
         end_if_measured(self)
         return self._results.evaluate(dataset, measure or self.engine.loss)
@@ -285,15 +292,18 @@ class Run:
     def save_model(self, path: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors, whole or not at all.
 
-        Every worker must call it; the first one writes, and if it is lost in the middle, the next.
+        Every worker must call it; the first one writes, and if it is lost in the middle, the next. Raises
+        ``HoldfastError`` if the file cannot be written or no worker holds some weight, ``UsageError`` if workers ask
+        for different things.
         """
         if may_write(self, path):  # not for `holdfast profile`
             self._results.save_model(Path(path))
 
     def sha256(self, *, weights_only: bool = False) -> str:
-        """The SHA-256 of weights and optimizer state: equal hashes, equal runs.
+        """Return the SHA-256 of weights and optimizer state: equal hashes, equal runs.
 
-        Where workers hold parts of the model, every worker must call it.
+        ``weights_only`` leaves out the optimizer's state. Where workers hold parts of the model, every worker must
+        call it. Raises ``HoldfastError`` if no worker holds some part of the state, or if copies of it differ.
         """
         return self._results.sha256(weights_only=weights_only)
 
@@ -317,13 +327,13 @@ def _membership(label: str) -> Membership:
 
 
 def leave() -> None:
-    """This worker is sent away: what it has begun to write is completed first."""
+    """Complete what this worker has begun to write, because it is sent away."""
     for run in _runs:
         run.leave()
 
 
 def farewell() -> None:
-    """The script is over: tell the coordinator that this worker's end is no failure."""
+    """End all runs, because the script is over, and tell the coordinator that this worker's end is no failure."""
     for run in _runs:
         run.finish()
     for client in _clients:

@@ -38,7 +38,11 @@ def given(milliseconds: float) -> Recovery:
 
 
 def measured(say: Callable[[str], None], *, bench: Path = BENCH) -> Recovery:
-    """What `python -m bench recovery` found on this machine; without it, a few workers are killed now, once."""
+    """Return the recovery time of this machine, as `python -m bench recovery` found it.
+
+    If that has not run here, a few workers are killed now, once. ``say`` is told; results are kept in ``bench``.
+    Raises ``UsageError`` if that folder cannot be written, ``HoldfastError`` if recovery could not be measured.
+    """
     raced, own = bench / "recovery.json", bench / "simulate-recovery.json"
     found = _from_file(raced, "python -m bench recovery") or _from_file(own, "holdfast simulate")
     if found is not None:

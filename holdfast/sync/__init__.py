@@ -1,1 +1,1 @@
-"""When replicas talk: at every step, or only when their updates matter. In a ``Run``, or alone in anyone's loop."""
+"""Policies on when replicas talk: at every step, or when updates matter. In a ``Run``, or alone in anyone's loop."""

@@ -210,7 +210,7 @@ class LoopTraining:
         return self._driver.sent + self._driver.ballots.sent + self._distances.sent
 
     def commit(self, operation: SyncOperation) -> float:
-        """Nobody can be lost here: what was attempted is applied."""
+        """Attempt and apply an operation at once: nobody can be lost here. Return the sum of all values."""
         values, total = operation.attempt(self._peers), 0.0
         if values:
             self._distances.cast(self.step, values)
@@ -219,9 +219,9 @@ class LoopTraining:
         return total
 
     def agree(self, peers: Peers, *, full: bool) -> None:
-        """Only an optimizer's state can differ in form: parameters were compared at the begin.
+        """Raise ``UsageError`` if replicas' optimizer states differ in form.
 
-        A pending exchange was compared when it began.
+        Parameters were compared at the begin, and a pending exchange when it began.
         """
         if full or (self._policy.optimizer_state == "average" and self._driver.pending is None):
             agree(self._distances, self.step, self._replica.form(full=full))
@@ -231,7 +231,7 @@ class LoopTraining:
             self._equal_at = self.step
 
     def gradients_averaged(self) -> None:
-        """The optimizer's step, whose hook has asked for the average, goes on."""
+        """Do nothing: the optimizer's step, whose hook has asked for the average, goes on."""
 
     def inherited(self, peers: Peers, pushed_among: Peers | None, heard: Mapping[int, int]) -> list[int]:
         raise AssertionError("a loop of a user's own does not go on after a loss")

@@ -13,11 +13,11 @@ class SyncOperation(Protocol):
 
     @property
     def kind(self) -> Literal["sync"]:
-        """What it is among operations."""
+        """Kind of operation, by which workers notice that they vote on different ones."""
 
     @property
     def step(self) -> int:
-        """How many steps the replicas have made before it."""
+        """Number of steps that the replicas have made before it."""
 
     def attempt(self, group: Peers) -> list[float]:
         """Exchange, and change nothing that lasts. Return values that are to be added up over all replicas."""

@@ -48,12 +48,12 @@ class Packed:
         return found
 
     def write(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Copies the buffers' values into the tensors."""
+        """Copy the buffers' values into the tensors."""
         for tensor, part in zip(self._tensors, self.views(buffers), strict=True):
             tensor.copy_(part)
 
     def add(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Adds the buffers' values to the tensors."""
+        """Add the buffers' values to the tensors."""
         for tensor, part in zip(self._tensors, self.views(buffers), strict=True):
             tensor.add_(part.to(tensor.device))
 

@@ -104,7 +104,7 @@ class TorchPeers:
             raise self._lose(e) from e
 
     def keep(self, works: Sequence[Any]) -> None:
-        """A thread waits for the sends: Gloo tells only a waiting caller that one is done."""
+        """Let a thread wait for the sends: Gloo tells only a waiting caller that one is done."""
         if works:
             self._sent.put(works)
 

@@ -103,7 +103,7 @@ class RunTraining:
         return self._cohort.commit(operation)
 
     def agree(self, peers: Peers, *, full: bool) -> None:
-        """Raises ``UsageError`` if replicas are at different points of the script, or would send different tensors."""
+        """Raise ``UsageError`` if replicas are at different points of the script, or would send different tensors."""
         mark, form = 2 * self.step + full, mark_of(self._replica.form(full=full))
         marks = torch.tensor([mark, mark**2, form, form**2], dtype=torch.float64, device=self._engine.model.device)
         cast(Group, peers).sum(marks)
@@ -118,7 +118,7 @@ class RunTraining:
         self._apply(self.step)
 
     def inherited(self, peers: Peers, pushed_among: Peers | None, heard: Mapping[int, int]) -> list[int]:
-        """Each lost worker's updates are added by the survivor that has heard most of them."""
+        """Return the lost ranks whose updates this worker adds: of all survivors it has heard most of them."""
         group = cast(Group, peers)
         workers = group.generation.workers
         before = [] if pushed_among is None else cast(Group, pushed_among).generation.workers
@@ -190,7 +190,7 @@ class RunTraining:
         return loss, report
 
     def made_together(self) -> None:
-        """Notes that a step together is committed: replicas are equal."""
+        """Note that a step together is committed: replicas are equal."""
         self._driver.made_together()
         self._note_met(self.step, full=True)
 
@@ -202,7 +202,7 @@ class RunTraining:
         return self._loss, report
 
     def _count(self, report: Report, *, step: bool = True) -> None:
-        """Counts a step apart, or a meeting without one. Meetings are written to the event log."""
+        """Count a step apart, or a meeting without one. Meetings are written to the event log."""
         self._driver.count(report, step=step)
         if report.synchronised:
             self._write_event(report)
@@ -225,7 +225,7 @@ class RunTraining:
         return report
 
     def _meet_between(self) -> None:
-        """Meets before a step; then saves and lets workers in and out, as others do after their last step."""
+        """Meet before a step; then save, and let workers in and out, as others do after their last step."""
         self._count(self._driver.meet(CHANGED), step=False)
         self._between()
 
@@ -272,11 +272,11 @@ class RunTraining:
         return bool(met["step"] == self.step and (met["full"] or not full))
 
     def _note_met(self, step: int | None, *, full: bool) -> None:
-        """``step``: after which replicas are equal; None: each has gone on since the mean was begun."""
+        """Note a meeting. ``step``: replicas are equal after it; None: each has gone on since the mean was begun."""
         self._state.progress.sync = {"step": step, "full": full, "state": self._replica.tracker.state()}
 
     def settle(self, why: str, *, full: bool = True) -> None:
-        """Makes replicas equal for something that needs it (``why``), unless they have met after the same step."""
+        """Make replicas equal for something that needs it (``why``), unless they have met after the same step."""
         if self._cohort.group is None or not self._cohort.begun or self._is_met(full=full):
             return
         self._count(self._driver.meet(Decision(synchronise=True, reason=why), full=full), step=False)

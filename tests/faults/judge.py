@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from holdfast.engine.model import LayeredModel
+from tests.conftest import FEW
 from tests.faults import pipeline
 from tests.harness import Result, assert_each_sample_once_per_epoch, assert_every_worker_commits_each_step_once, launch
 
 PIPELINE = Path(pipeline.__file__)
-FEW = 3  # the --soak of `make test`; with a larger one the sweeps are complete
 STEPS = 8
 HEARTBEAT = 5.0  # a worker that waits for a core is not lost
 HEADER = 1600  # bytes, at most, that describe one unit when it is sent

@@ -228,9 +228,8 @@ def test_a_spare_does_not_pass_for_all_that_is_left(
     """The restarted coordinator meets the waiting spare before the worker that trains."""
 
     async def meddle(agent: Agent) -> None:
-        await training(agent)
         await until(lambda: len(agent.workers) == 2)
-        await asyncio.sleep(0.2)  # about when the spare has come: which of the two is first is tried by repetition
+        await training(agent, 13)  # about when the spare has come: which of the two is first is tried by repetition
         kill_coordinator(agent)
 
     for number in scenarios(request.config):

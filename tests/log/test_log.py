@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import shutil
-import statistics
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.engine.pipe import describe
 from holdfast.errors import UsageError
@@ -215,20 +215,28 @@ def test_files_are_not_removed_in_the_callers_thread(town: Town, monkeypatch: py
     assert removers == ["log of w0"]
 
 
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do: a copy, or anything else that grows with the bytes of a tensor."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_keeping_costs_nothing_that_grows_with_the_bytes(town: Town) -> None:
+    """No tensor is copied or looked at, and as long as there is memory no thread is woken."""
     log = town.log(memory=1 << 50)
-    medians = []
-    for elements in (1, 4 * MB):
-        message = message_of(0, elements=elements)
-        seconds = []
-        for number in range(4000):
-            key = key_of(number // 8, micro_batch=number % 8)
-            begin = time.perf_counter()
-            log.keep(key, message)
-            seconds.append(time.perf_counter() - begin)
-        medians.append(statistics.median(seconds))
-        log.begin(0)
-    assert max(medians) < 10e-6
+    message = message_of(0, elements=4 * MB)
+    with Operations() as operations:
+        for number in range(100):
+            log.keep(key_of(number // 8, micro_batch=number % 8), message)
+        assert operations.number == 0
+        message[1][0].clone()
+        assert operations.number == 1, "control: a copy is counted"
+    assert log.read(key_of(0))[1][0] is message[1][0]
+    assert log._thread is None
 
 
 # --- trouble -------------------------------------------------------------------------------------------
@@ -321,16 +329,12 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         mount_tmpfs(tmp_path, megabytes=2)
         town = Town(tmp_path / "log")
         log = town.log(memory=MB)
-        slowest = 0.0
         for number in range(40):  # 4 MB
-            begin = time.perf_counter()
             log.keep(key_of(number), message_of(number, elements=25_000))
-            slowest = max(slowest, time.perf_counter() - begin)
             if number == 15:
                 log.settle()
                 assert log.usable
         expect_useless(log, town, "the disk is full: cannot write", f"{town.folder}/w0-{os.getpid()}-")
-        assert slowest < 1.0
         assert os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_bsize > 1.9 * MB
         expect_good_again(log, town)
         log.close()
@@ -404,26 +408,24 @@ def gate(monkeypatch: pytest.MonkeyPatch, town: Town) -> Iterator[Gate]:
 
 
 def test_a_slow_disk(town: Town, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ``keep`` waits for the disk: its gate opens only after the log was given up."""
     monkeypatch.setattr(log_module, "BEHIND", 0)
     monkeypatch.setattr(log_module, "BATCH", MB // 4)
     log = town.log(memory=MB)
     size = size_of(message_of(0, elements=10_000))
-    seconds, kept, references = [], 0, []
+    kept, references = 0, []
     while log.usable:
         message = message_of(kept, elements=10_000)
         references.append(weakref.ref(message[1][0]))
-        begin = time.perf_counter()
         log.keep(key_of(kept // 8, micro_batch=kept % 8), message)
-        seconds.append(time.perf_counter() - begin)
         kept += 1
         del message
         if kept == 40:
             assert gate.entered.wait(10)
             assert all(same(log.read(key_of(0, micro_batch=n)), message_of(n, elements=10_000)) for n in range(8))
     assert (kept - 1) * size <= 2 * MB < kept * size  # given up with the first that is too much
-    assert statistics.median(seconds) < 100e-6
     assert len(town.said) == 1
-    assert town.said[0] == f"the disk is too slow: {size_text(kept * size)} are in memory, where 1.05 MB may stay"
+    assert all(fact in town.said[0] for fact in ("too slow", size_text(kept * size), size_text(MB))), town.said
     assert (log.bytes, log.spilled) == (0, 0)
     alive = sum(reference() is not None for reference in references) * size
     assert alive <= MB // 4 + size  # what is just being written

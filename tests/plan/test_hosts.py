@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
-from holdfast.plan.hosts import spread
+from holdfast.plan.hosts import EFFORT, AssignmentTask, spread
 from holdfast.plan.layout import Layout, PlacedPipeline, side_by_side
 
 
@@ -196,16 +195,17 @@ def mixed_up(rng: random.Random, *, size: int, stages: int, per_host: int) -> Ca
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("per_host", [4, 8, 16])
-def test_sixty_four_workers_in_50_ms(stages: int, per_host: int) -> None:
+def test_sixty_four_workers_need_few_assignments(stages: int, per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training waits for the search: it may try hundreds of assignments, and tries 8 at most here."""
+    tried: list[Sequence[int]] = []
+    real = AssignmentTask.assign
+    monkeypatch.setattr(AssignmentTask, "assign", lambda task, domains: tried.append(domains) or real(task, domains))
     rng = random.Random(stages)
-    seconds = []
     for _ in range(5):
         case = mixed_up(rng, size=64, stages=stages, per_host=per_host)
-        begin = time.process_time()
-        found = case.spread()
-        seconds.append(time.process_time() - begin)
-        assert is_spread(case, found)
-    assert sorted(seconds)[2] < 0.05, seconds
+        tried.clear()
+        assert is_spread(case, case.spread())
+        assert 1 <= len(tried) <= EFFORT // 10
 
 
 @pytest.mark.parametrize("stages", [7, 8])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +81,7 @@ def test_a_kill_in_the_middle_ends_in_an_error(after: float) -> None:
 
 def test_the_end_of_one_who_sent_all_is_no_loss() -> None:
     """The first leaves while the second still waits, for longer than it is patient, for the third."""
+    hears, tells = os.pipe()  # from the second to the third: its patience is over
 
     def work(rank: int) -> float:
         peers.PATIENCE = 0.2
@@ -92,16 +92,26 @@ def test_the_end_of_one_who_sent_all_is_no_loss() -> None:
             group.close()
             return 0.0
         if rank == 2:
-            time.sleep(peers.PATIENCE + 0.3)
+            os.read(hears, 1)
             group.keep(group.send([(1, torch.tensor([2.0]), 5)]))
             group.close()
             return 0.0
+        watch = group._watch
+
+        def tell(peer: int) -> None:
+            if peer == 2:
+                os.write(tells, b".")
+            watch(peer)
+
+        group._watch = tell
         heard = torch.zeros(2, 1)
         group.finish(group.start([], [(0, heard[0], 5), (2, heard[1], 5)]))
         group.close()
         return float(heard.sum())
 
     assert on_processes(3, work) == [0.0, 3.0, 0.0]
+    os.close(hears)
+    os.close(tells)
 
 
 def test_only_gloo_will_do() -> None:
@@ -122,17 +132,21 @@ def test_only_gloo_will_do() -> None:
 def test_a_process_that_has_waited_long_ends_well(tmp_path: Path) -> None:
     """A watcher that is left in Gloo's hands when the interpreter ends would take it down."""
     script = f"""
-import os, time, torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from holdfast.sync import peers
 from holdfast.sync.exchange import Averaging
 peers.PATIENCE = 0.2
+hears, tells = os.pipe()  # from the one that waits to the other: its patience is over
 child = os.fork()
 rank = 0 if child else 1
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 2), rank=rank, world_size=2)
 for again in range(2):
     group = peers.TorchPeers()
     if rank == again:
-        time.sleep(0.5)
+        os.read(hears, 1)
+    else:
+        watch = group._watch
+        group._watch = lambda peer: os.write(tells, b".") and watch(peer)
     assert float(Averaging(group, [torch.tensor([float(rank)])]).finish()[0]) == 0.5
     assert bool(group._watchers) == (rank != again)
     group.close()
