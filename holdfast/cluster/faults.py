@@ -91,10 +91,13 @@ def at_step(step: int) -> None:
     _step = step
 
 
-def point(phase: Phase) -> None:
-    """Mark the begin of a phase, where a planned fault strikes. Without faults this costs nothing."""
+def point(phase: Phase, *, step: int | None = None) -> None:
+    """Mark the begin of a phase, where a planned fault strikes. Without faults this costs nothing.
+
+    ``step`` is given where a thread works for another step than the one that training has come to.
+    """
     for fault in _planned:
-        if fault.phase == phase and fault.step in (None, _step):
+        if fault.phase == phase and fault.step in (None, _step if step is None else step):
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "stop":

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.cluster import compose
-from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Member, Standing, worker_order
+from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Member, Message, Standing, worker_order
 from holdfast.cluster.register import Peer, Register, Worker
-from holdfast.cluster.wire import Message
 
 LAST_WORDS_SECONDS = 1.0  # wait before a run without workers is over: the error that ended them may still arrive
 FINISHED: Message = {"type": "stop", "code": 0, "message": "the run is finished"}

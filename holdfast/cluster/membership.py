@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+Message = dict[str, Any]  # one JSON object, as workers, agents and the coordinator send it
 GIVEN_UP = 75  # exit code of a worker that can no longer take part as it is; its agent starts a new one
 
 

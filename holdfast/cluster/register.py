@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.cluster.membership import Standing
-from holdfast.cluster.wire import Message
+from holdfast.cluster.membership import Message, Standing
 
 EVENTS = -1  # the recipient of lines for events.jsonl
 HANG_UP: Message = {"type": "hang-up"}  # asks the coordinator to close the connection; it is not sent itself

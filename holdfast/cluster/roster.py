@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from holdfast.cluster import compose
 from holdfast.cluster.generations import Generations, RosterSettings
-from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Standing, worker_order
+from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, worker_order
 from holdfast.cluster.register import Host, Peer, Sent, Worker
 from holdfast.cluster.watch import Watch
-from holdfast.cluster.wire import Message
 
 DONE = "it is done"  # cause of a host's end that is no failure
 

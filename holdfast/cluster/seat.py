@@ -10,8 +10,7 @@ import base64
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.cluster.membership import Generation, Standing
-from holdfast.cluster.wire import Message
+from holdfast.cluster.membership import Generation, Message, Standing
 
 
 @dataclass(frozen=True, kw_only=True)

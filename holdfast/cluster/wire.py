@@ -12,9 +12,8 @@ import hmac
 import json
 import secrets
 import socket
-from typing import Any
 
-Message = dict[str, Any]
+from holdfast.cluster.membership import Message as Message
 
 SERVER_LIMIT = 2**20  # bytes of a line that the coordinator reads: the most that a stranger can make it hold
 CLIENT_LIMIT = 16 * 2**20  # bytes of a line from a proven coordinator: a generation of thousands of workers fits

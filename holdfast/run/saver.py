@@ -189,7 +189,7 @@ class Saver(Resumer):
         """Write this worker's share; the first worker then waits for the others and commits. Runs in a thread."""
         members = self._members
         try:
-            faults.point("write")
+            faults.point("write", step=step)
             try:
                 post(save, save.write(self._staged.fill, threads=2))
             except BaseException:
@@ -204,7 +204,7 @@ class Saver(Resumer):
 
     def _commit(self, save: Save, step: int, reports: Sequence[WriteReport]) -> None:
         """Write the index, which makes the checkpoint complete, and remove old checkpoints."""
-        faults.point("commit")
+        faults.point("commit", step=step)
         save.details["seconds"] = self._seconds()
         save.commit(reports)
         self._events.write("checkpoint", step=step, bytes=sum(report.written.bytes for report in reports))

@@ -122,11 +122,11 @@ def _tell_or_die(step: int, *, dies: bool) -> None:
 def _die_copying() -> None:
     real = faults.point
 
-    def point(phase: faults.Phase) -> None:
+    def point(phase: faults.Phase, *, step: int | None = None) -> None:
         trained = [member.standing.operation for member in _generation()]
         if phase == "copy" and any(trained):
             _die()
-        real(phase)
+        real(phase, step=step)
 
     copy.faults.point = point
 

@@ -178,7 +178,7 @@ class World:
         self.log("hangs", worker=process.name)
         process.frozen = True
 
-    def point(self, phase: str) -> None:
+    def point(self, phase: str, *, step: int | None = None) -> None:
         """A fault point: time passes, and fate may strike."""
         fiber = self.scheduler.current
         if fiber is None:
