@@ -151,7 +151,8 @@ class LocalWorkers:
         except OSError:
             data = b""
         if data:
-            worker.error = json.loads(data)
+            # A worker that is refused connects again, and may tell it twice before it ends: the first counts.
+            worker.error, _ = json.JSONDecoder().raw_decode(data.decode())
             return
         asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
         # The zygote should report the exit code soon. If it does not, it has ended or hangs.

@@ -71,7 +71,8 @@ def test_the_whole_study(
     assert json.loads((out / "report.json").read_text()) == results
     assert "chainer" in (out / "report.md").read_text()
     assert "<html" in (out / "report.html").read_text()
-    assert {path.name for path in out.glob("*.png")} >= {"cost.png", "determinism.png", "interval.png"}
+    # Whether there is an interval to draw depends on what was measured; test_plots.py draws one for certain.
+    assert {path.name for path in out.glob("*.png")} >= {"cost.png", "determinism.png"}
     assert [path.name for path in out.iterdir() if path.is_dir()] == ["logs"], "no checkpoint is left behind"
 
 
