@@ -107,13 +107,12 @@ def test_all_workers_killed_at_once(tmp_path: Path, undisturbed, phase: str, ste
 def test_one_worker_killed_while_saving_costs_at_most_that_checkpoint(
     tmp_path: Path, undisturbed, worker: str, phase: str
 ) -> None:
-    result = run(tmp_path, "a", faults=f"kill worker={worker} step=6 phase={phase}")
+    result = run(tmp_path, "a", faults=f"kill worker={worker} step=6 phase={phase}", more={"DURABLE": "3"})
     assert result.code == 0
     assert result.sha256 == undisturbed(STEPS).sha256
     assert not result.of("resumed"), "the survivors have the state"
     saved = [e["step"] for e in result.of("checkpoint")]
-    # Which one is in the hands of a thread of its own: a slow disk may still be at the one before.
-    assert len({3, 6, 9, 12, 14} - set(saved)) <= 1
+    assert set(saved) >= {3, 9, 12, 14}
     assert series.steps_in(tmp_path / "saved") == sorted(set(saved))[-3:]
 
 

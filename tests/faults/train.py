@@ -5,12 +5,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import holdfast
+from holdfast.checkpoint import index, series
 
 if "LOGGING" in os.environ:
     logging.basicConfig(level=os.environ["LOGGING"])
@@ -80,9 +82,12 @@ def main() -> None:
         run.evaluate(Waves())
     wanted = int(setting("WANTED", "0"))  # slow down until so many workers train, or that file exists
     patient = int(setting("PATIENT", "0"))  # from this step on
+    durable = int(setting("DURABLE", "-1"))  # before the step after the next, this checkpoint is complete
     for step in run.steps(int(setting("STEPS", "10"))):
         if step.number >= patient and step.workers != wanted and wanted and not os.path.exists(setting("HURRY", "")):
             time.sleep(float(setting("PAUSE", "0.02")))
+        while step.number == durable and not index.exists(series.folder_of(Path(setting("CHECKPOINT", "")), durable)):
+            time.sleep(0.01)
         if step.number % 7 == 6:
             run.evaluate(Waves())
         if step.number == int(setting("BREAK", "-1")):
