@@ -75,7 +75,7 @@ class Machines:
         logs = folder / str(machine) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         words = ("run", "--rdzv-endpoint", self.endpoint, "--log-dir", str(logs), *options, str(script))
-        settings = {"HOLDFAST_TOKEN": "secret", "RESULTS": str(folder / "results.jsonl"), **environment}
+        settings = {"HOLDFAST_TOKEN": "a secret of the tests", "RESULTS": str(folder / "results.jsonl"), **environment}
         self.agents[machine] = Command(*words, folder=logs, namespace=self.names[machine], **settings)
 
     def processes(self, machine: int) -> list[int]:

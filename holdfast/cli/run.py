@@ -14,7 +14,9 @@ import typer
 
 from holdfast.cluster import faults
 from holdfast.cluster.agent import Agent, AgentSettings
-from holdfast.cluster.wire import new_token
+from holdfast.cluster.handshake import MINIMUM_TOKEN, new_token
+from holdfast.cluster.tensor_tls import encrypted_tensors
+from holdfast.cluster.tls import TlsSettings
 from holdfast.errors import UsageError
 
 
@@ -44,6 +46,14 @@ def run(
     token_file: Annotated[
         Path | None, typer.Option(help="A file with the job's token; else HOLDFAST_TOKEN; else a new one.")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="This machine's certificate (PEM): TLS between agents, workers, coordinator.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key (PEM).")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="The CA that signed all machines' certificates (PEM).")] = None,
+    tls_tensors: Annotated[
+        bool, typer.Option("--tls-tensors", help="Encrypt tensors too, or refuse to start if this torch cannot.")
+    ] = False,
 ) -> None:
     """Start a training script on workers that may fail.
 
@@ -54,6 +64,7 @@ def run(
     faults.parse(os.environ.get("HOLDFAST_FAULTS", ""))  # a misspelt fault must not pass for a survived one
     if not module and not Path(command[0]).is_file():
         raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
+    tls = TlsSettings.given(tls_cert, tls_key, tls_ca, endpoint=rdzv_endpoint)
     settings = AgentSettings(
         command=command,
         module=module,
@@ -65,6 +76,8 @@ def run(
         endpoint=rdzv_endpoint,
         job=rdzv_id,
         token=read_token(token_file, alone=not rdzv_endpoint),
+        tls=tls,
+        environment=encrypted_tensors(tls, asked=tls_tensors),
         max_restarts=max_restarts,
         heartbeat_timeout=heartbeat_timeout,
         patience=patience,
@@ -123,5 +136,10 @@ def read_token(path: Path | None, *, alone: bool) -> str:
         raise UsageError(
             "several machines need the job's token",
             hint="set HOLDFAST_TOKEN to the same secret on each, or --token-file",
+        )
+    if token and len(token) < MINIMUM_TOKEN:
+        raise UsageError(
+            f"the job's token has {len(token)} characters, and needs at least {MINIMUM_TOKEN}",
+            hint="as from: openssl rand -hex 32",
         )
     return token or new_token()

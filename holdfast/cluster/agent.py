@@ -21,13 +21,13 @@ from holdfast.cluster.events import Events
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
 from holdfast.cluster.membership import GIVEN_UP
+from holdfast.cluster.tls import TlsSettings
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
 
 GRACE_SECONDS = 30.0  # for workers to reach a step boundary after SIGTERM: clusters give about as much notice
 WRITING_SECONDS = 600.0  # for the last checkpoint after that: a slow disk must not cost it
 REPLACE_AFTER_SECONDS = 2.0  # the longest wait to start a replacement; usually the survivors have recovered before
-TOKEN_HINT = "set the same HOLDFAST_TOKEN, or --token-file, on every machine"
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class AgentSettings:
     endpoint: str = ""  # the coordinator's host:port; empty: this machine alone, any free port
     job: str = "holdfast"  # name of the job, for scripts that read TORCHELASTIC_RUN_ID
     token: str = field(default_factory=wire.new_token, repr=False)  # secret that all machines of a run share
+    tls: TlsSettings | None = None  # certificates for the control connections; None: no TLS
     max_restarts: int = 100  # workers that this agent replaces in all
     heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
     patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
@@ -154,6 +155,8 @@ class Agent:
                 "master-port": self._keeper.master_port,
             }
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            if settings.tls is not None:
+                words += ["--tls", settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.name]
             jobs.append(self._keeper.keep(words, settings.token, lambda: self._events.write("coordinator-restart")))
         return jobs
 
@@ -195,12 +198,12 @@ class Agent:
             hello["finished"] = self.finishing  # a worker may have ended while there was no connection
             try:
                 # TCP would try for minutes, although the network may be back much earlier: so try again soon.
-                connecting = wire.connect(self.address, self.settings.token, hello)
+                connecting = wire.connect(self.address, self.settings.token, hello, self.settings.tls)
                 reader, self._writer = await asyncio.wait_for(connecting, 2 * wire.HANDSHAKE_SECONDS)
                 await self._hear_coordinator(reader)
                 since = time.monotonic()
             except wire.Refused as e:
-                raise UsageError(f"the coordinator refuses this agent: {e}", hint=TOKEN_HINT) from e
+                raise UsageError(f"the coordinator and this agent do not fit: {e}", hint=e.hint) from e
             except OSError as e:
                 self._not_reached(time.monotonic() - since, e)
             self._writer = None
@@ -319,6 +322,7 @@ class Agent:
         rank = str(host * settings.workers + slot)
         return {
             **settings.environment,
+            **({} if settings.tls is None else settings.tls.environment()),
             "RANK": rank,
             "ROLE_RANK": rank,
             "LOCAL_RANK": str(slot),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from holdfast.cluster.membership import Generation, Standing
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
 from holdfast.cluster.store import GenerationStore
+from holdfast.cluster.tls import TlsSettings
 from holdfast.cluster.wire import Line, Message, Refused
 from holdfast.errors import HoldfastError
 
@@ -41,6 +42,7 @@ class Place:
     lifeline: int  # descriptor of the socket to the agent
     host: str = ""  # its failure domain
     patience: float = 60.0  # seconds to wait for a coordinator whose machine may be gone for good
+    tls: TlsSettings | None = None  # None: no TLS
 
     @staticmethod
     def from_environment() -> Place | None:
@@ -58,6 +60,7 @@ class Place:
             lifeline=int(environment["HOLDFAST_LIFELINE"]),
             host=environment.get("HOLDFAST_HOST") or environment["HOLDFAST_WORKER"].partition(".")[0],
             patience=float(environment.get("HOLDFAST_PATIENCE", "60")),
+            tls=TlsSettings.from_environment(),
         )
 
 
@@ -187,7 +190,7 @@ class Client:
         with self._changed:
             standing, hello = self._seat.standing, self._seat.hello()
         try:
-            line = Line(self._place.coordinator, self._place.token, hello)
+            line = Line(self._place.coordinator, self._place.token, hello, self._place.tls)
         except (OSError, Refused):
             return None
         with self._changed:

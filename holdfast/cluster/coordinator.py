@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, fields
 
 from holdfast.cluster import wire
 from holdfast.cluster.events import Events
+from holdfast.cluster.gate import Gate
 from holdfast.cluster.generations import RosterSettings
 from holdfast.cluster.membership import Judge
 from holdfast.cluster.register import EVENTS, HANG_UP, Sent
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
+from holdfast.cluster.tls import TlsSettings
 
-STRANGERS = 128  # connections without a proven token at a time: a stranger cannot take more memory than that
 LAST_SECONDS = 0.1  # wait before the sockets close, so that the last messages leave
 
 
@@ -33,10 +34,11 @@ class CoordinatorSettings(RosterSettings):
     token: str  # secret of the run
     judge: str = ""  # "module:function" of a ``Judge``, which reads the workers' standings
     events: str | None = None  # path of events.jsonl; None: write no events
+    tls: TlsSettings | None = None  # None: no TLS
 
 
 class Coordinator:
-    """Accepts connections that prove the token, and carries messages between the roster and its peers."""
+    """Carries messages between the roster and the peers that the gate lets in."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
@@ -44,34 +46,22 @@ class Coordinator:
         self._roster = Roster(settings, judge=find_judge(settings.judge), now=time.monotonic())
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._next = 0  # the number of the next connection
-        self._strangers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._over = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on a listening socket until the run is over, then end the process."""
-        server = await asyncio.start_server(self._connected, sock=listener, limit=wire.SERVER_LIMIT)
+        settings = self._settings
         self._set_timer()
-        async with server:
+        async with Gate(listener, token=settings.token, admitted=self._connected, settings=settings.tls):
             await self._over.wait()
             await asyncio.sleep(LAST_SECONDS)
             os._exit(0)  # nothing is left to clean up, and asyncio would warn of open connections
 
     # --- events for the roster -------------------------------------------------------------------
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection from the handshake to its end."""
-        if self._strangers >= STRANGERS:
-            writer.close()
-            return
-        self._strangers += 1
-        try:
-            hello = await wire.accept(reader, writer, self._settings.token)
-        except wire.Refused:
-            writer.close()
-            return
-        finally:
-            self._strangers -= 1
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: wire.Message) -> None:
+        """Serve one peer from its hello to its end."""
         connection, self._next = self._next, self._next + 1
         self._writers[connection] = writer
         self._step(Connected(connection=connection, hello=hello))
@@ -79,7 +69,6 @@ class Coordinator:
             await self._hear(connection, reader)
         finally:
             del self._writers[connection]
-            writer.close()
             self._step(Disconnected(connection=connection))
 
     async def _hear(self, connection: int, reader: asyncio.StreamReader) -> None:
@@ -155,11 +144,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listener", type=int, required=True)
     defaults = asdict(CoordinatorSettings(token=""))
-    for name in [field.name for field in fields(CoordinatorSettings) if field.name != "token"]:
+    parser.add_argument("--tls", nargs=4, metavar=("CERT", "KEY", "CA", "NAME"))
+    for name in [field.name for field in fields(CoordinatorSettings) if field.name not in ("token", "tls")]:
         kind = str if name == "events" else type(defaults[name])
         parser.add_argument("--" + name.replace("_", "-"), type=kind, default=defaults[name])
     arguments = vars(parser.parse_args())
     listener = socket.socket(fileno=arguments.pop("listener"))
+    if (files := arguments.pop("tls")) is not None:
+        arguments["tls"] = TlsSettings(**dict(zip(("cert", "key", "ca", "name"), files, strict=True)))
     settings = CoordinatorSettings(token=os.environ["HOLDFAST_TOKEN"], **arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent handles them; both processes get a terminal's Ctrl-C
         signal.signal(number, signal.SIG_IGN)

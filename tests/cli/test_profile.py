@@ -101,7 +101,7 @@ def test_two_machines_played_by_one(
     where: str,
     shown_as: str,
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_TOKEN", "secret")
+    monkeypatch.setenv("HOLDFAST_TOKEN", "a secret of the tests")
     waiting = threading.Thread(target=lambda: profile(None, serve=where, token_file=None), daemon=True)
     waiting.start()
     said = ""

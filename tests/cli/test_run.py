@@ -38,6 +38,12 @@ def fresh(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen
         (["run", "--nnodes", "two", str(TRAIN)], "--nnodes two"),
         (["run", "--rdzv-endpoint", "localhost", str(TRAIN)], "HOLDFAST_TOKEN"),
         (["run", "--token-file", "missing", str(TRAIN)], "missing"),
+        (["run", "--tls-cert", "a.pem", str(TRAIN)], "--tls-key and --tls-ca missing"),
+        (
+            ["run", "--tls-cert", "a.pem", "--tls-key", "b", "--tls-ca", "c", str(TRAIN)],
+            "c cannot be used: No such file",
+        ),
+        (["run", "--tls-tensors", str(TRAIN)], "--tls-tensors needs certificates"),
         (["run", "-n", "0", str(TRAIN)], "'-n'"),
         (["demo", "--workers", "1"], "--workers"),
     ],
@@ -47,6 +53,25 @@ def test_bad_use_is_a_sentence_and_exit_code_2(tmp_path: Path, arguments: list[s
     assert process.wait(60) == 2
     assert said in process.stderr
     assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("source", ["environment", "file"])
+@pytest.mark.parametrize("token", ["secret", "x" * 15])
+def test_a_short_token_is_refused(tmp_path: Path, token: str, source: str) -> None:
+    (tmp_path / "token").write_text(token + "\n")
+    words = ["--token-file", "token"] if source == "file" else []
+    process = Command("run", *words, str(TRAIN), folder=tmp_path, HOLDFAST_TOKEN=token)
+    assert process.wait(60) == 2
+    assert f"the job's token has {len(token)} characters, and needs at least 16" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
+def test_tensors_that_cannot_be_encrypted_are_refused(tmp_path: Path) -> None:
+    """Torch's own variable asks for it too."""
+    process = Command("run", str(TRAIN), folder=tmp_path, GLOO_DEVICE_TRANSPORT="TCP_TLS")
+    assert process.wait(60) == 2
+    assert "this torch cannot encrypt tensors" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_a_misspelt_fault_is_refused(tmp_path: Path) -> None:
@@ -117,7 +142,7 @@ def test_scripts_find_what_they_expect_of_torchrun(tmp_path: Path) -> None:
         "if dist.get_rank(): store.set('done', '')\nelse: store.wait(['done'])  # it holds the store of both\n"
     )
     words = ("--rdzv-endpoint", f"127.0.0.1:{two_free_ports()}", "--rdzv-id", "job7", str(script), "--flag", "x")
-    process = fresh("run", "-n", "2", *words, folder=tmp_path, HOLDFAST_TOKEN="secret")
+    process = fresh("run", "-n", "2", *words, folder=tmp_path, HOLDFAST_TOKEN="a secret of the tests")
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     assert sorted(output.splitlines()) == ["[0.0] 0 2 0 2 0 job7 2 --flag x", "[0.1] 1 2 1 2 0 job7 2 --flag x"]

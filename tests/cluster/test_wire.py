@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,48 +11,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cluster import wire
+from holdfast.cluster import handshake, wire
+from holdfast.cluster.gate import Gate
 
-TOKEN = "the right token"
+TOKEN = "the right token of sixteen characters and more"
 Address = tuple[str, int]
 Dialogue = Callable[[Address], Awaitable[Any]]
 
 
-def with_server(dialogue: Dialogue, token: str = TOKEN) -> tuple[Any, list[Any]]:
-    """Runs ``dialogue`` against a server that accepts; returns its result and what the server made of each client."""
+def with_server(dialogue: Dialogue) -> tuple[Any, list[Any]]:
+    """Runs ``dialogue`` against a gate; returns its result and the hellos of those who were let in."""
     seen: list[Any] = []
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            seen.append(await wire.accept(reader, writer, token))
-        except BaseException as e:
-            seen.append(e)
-        finally:
-            writer.close()
+    async def admitted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: wire.Message) -> None:
+        seen.append(hello)
+        await reader.read()
 
-    return asyncio.run(_serve(connected, dialogue)), seen
+    async def scene() -> Any:
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with Gate(listener, token=TOKEN, admitted=admitted) as gate:
+            result = await asyncio.wait_for(dialogue(listener.getsockname()), 20)
+            while gate._strangers or gate._tasks:  # lets the server come to its verdict
+                await asyncio.sleep(0.005)
+            return result
 
-
-async def _serve(connected: Any, dialogue: Dialogue) -> Any:
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, limit=wire.SERVER_LIMIT)
-    async with server:
-        result = await asyncio.wait_for(dialogue(server.sockets[0].getsockname()), 20)
-        for _ in range(1000):  # lets the server come to its verdict
-            if len(asyncio.all_tasks()) == 1:
-                break
-            await asyncio.sleep(0.005)
-        return result
+    return asyncio.run(asyncio.wait_for(scene(), 30)), seen
 
 
-def refusals(seen: list[Any]) -> list[str]:
-    assert all(isinstance(s, wire.Refused) for s in seen), seen
-    return [str(s) for s in seen]
+async def with_impostor(connected: Any, dialogue: Dialogue) -> Any:
+    """Runs ``dialogue`` against a server that is no gate."""
+    async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
+        return await asyncio.wait_for(dialogue(server.sockets[0].getsockname()), 20)
 
 
 async def send_raw(address: Address, data: bytes) -> bytes:
     """What a stranger gets back for these bytes."""
     reader, writer = await asyncio.open_connection(*address)
-    await reader.readline()
     try:
         writer.write(data)
         await writer.drain()
@@ -92,45 +85,75 @@ def test_the_right_token_gets_in_and_the_hello_arrives(client: Callable[[str], D
 
 
 @clients
-@pytest.mark.parametrize("token", ["", "another token", TOKEN + " "])
-def test_a_wrong_token_is_refused_and_told_so(client: Callable[[str], Dialogue], token: str) -> None:
+@pytest.mark.parametrize("token", ["", "another token of sixteen characters", TOKEN + " "])
+def test_a_wrong_token_gets_nobody_in_and_the_client_says_why(client: Callable[[str], Dialogue], token: str) -> None:
     async def dialogue(address: Address) -> None:
-        with pytest.raises(wire.Refused, match="wrong token"):
+        with pytest.raises(wire.Refused, match="does not know the token") as refused:
             await client(token)(address)
+        assert "HOLDFAST_TOKEN" in refused.value.hint
 
     _, seen = with_server(dialogue)
-    assert refusals(seen) == ["wrong token"]
+    assert seen == []
 
 
-def impostor(proof: Callable[[dict[str, Any], str], dict[str, Any]]) -> Any:
+def impostor(answer: Callable[[bytes], bytes], said: list[bytes]) -> Any:
+    """A server that answers a hello in its own way, and notes what else the client tells it."""
+
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(wire.encode({"holdfast": 1, "nonce": "00"}))
-        answer = wire.decode(await reader.readline())
-        writer.write(wire.encode(proof(answer, "00")))
+        writer.write(answer(await reader.readexactly(handshake.HELLO_BYTES)))
+        said.append(await reader.read())
         writer.close()
 
     return connected
+
+
+NONCE = b"n" * handshake.NONCE_BYTES
+HEADER = handshake.hello(handshake.PLAIN, b"")
 
 
 @clients
 @pytest.mark.parametrize(
     "shown",
     [
-        lambda answer, nonce: {"proof": "0" * 64},
-        lambda answer, nonce: {"proof": answer["proof"]},  # the client's own, reflected
-        lambda answer, nonce: {"proof": wire.proof("guess", "server", nonce, answer["nonce"])},
-        lambda answer, nonce: {"proof": None},
-        lambda answer, nonce: {},
+        lambda hello: bytes(32),
+        lambda hello: handshake.proof("a guess of a token", "server", 0, NONCE, hello[10:]),
+        lambda hello: handshake.proof(TOKEN, "client", 0, NONCE, hello[10:]),
+        lambda hello: handshake.proof(TOKEN, "server", 1, NONCE, hello[10:]),
+        lambda hello: handshake.proof(TOKEN, "server", 0, NONCE, NONCE),
     ],
 )
-def test_a_server_that_does_not_know_the_token_is_refused_by_the_client(
-    client: Callable[[str], Dialogue], shown: Callable[[dict[str, Any], str], dict[str, Any]]
+def test_a_server_that_does_not_know_the_token_is_told_nothing(
+    client: Callable[[str], Dialogue], shown: Callable[[bytes], bytes]
 ) -> None:
+    said: list[bytes] = []
+
     async def dialogue(address: Address) -> None:
         with pytest.raises(wire.Refused, match="does not know the token"):
             await client(TOKEN)(address)
+        while not said:
+            await asyncio.sleep(0.005)
 
-    asyncio.run(_serve(impostor(shown), dialogue))
+    asyncio.run(with_impostor(impostor(lambda hello: HEADER + NONCE + shown(hello), said), dialogue))
+    assert said == [b""], "not even the client's proof"
+
+
+@clients
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HOLDFAST\x01\x00", "version 1 of the protocol, and this side version 2"),
+        (b"HOLDFAST\x03\x00", "version 3 of the protocol, and this side version 2"),
+        (b'{"holdfast":1,"nonce":"00"}\n', "version 1 of the protocol, and this side version 2"),
+        (b"HOLDFAST\x02\x01", "wants TLS"),
+    ],
+)
+def test_another_version_or_mode_is_a_sentence(client: Any, answer: bytes, reason: str) -> None:
+    async def dialogue(address: Address) -> None:
+        with pytest.raises(wire.Refused, match=reason) as refused:
+            await client(TOKEN)(address)
+        assert "on every machine" in refused.value.hint
+
+    asyncio.run(with_impostor(impostor(lambda hello: answer, []), dialogue))
 
 
 @clients
@@ -145,61 +168,7 @@ def test_a_server_that_is_no_coordinator_is_a_connection_error(client: Any, gree
         with pytest.raises(ConnectionError):
             await client(TOKEN)(address)
 
-    asyncio.run(_serve(connected, dialogue))
-
-
-# --- strangers ------------------------------------------------------------------------------------
-
-GARBAGE = {
-    "no json": b"GET / HTTP/1.1\r\n\r\n",
-    "no text": bytes(range(256)) + b"\n",
-    "no object": b"[1, 2]\n",
-    "no hello": b'{"nonce": "a", "proof": "b"}\n',
-    "wrong types": b'{"nonce": 1, "proof": 2, "hello": 3}\n',
-    "hello is no object": b'{"nonce": "a", "proof": "b", "hello": []}\n',
-    "an enormous number": b'{"nonce": ' + b"9" * 20000 + b"}\n",
-    "a huge line": b"x" * (4 * wire.SERVER_LIMIT) + b"\n",
-    "a huge line without end": b"x" * (4 * wire.SERVER_LIMIT),
-    "an empty line": b"\n",
-}
-ESCAPING = {
-    "deep nesting": b"[" * 50000 + b"\n",
-    "half a character in the nonce": b'{"nonce": "\\ud800", "proof": "b", "hello": {}}\n',
-    "half a character in the proof": b'{"nonce": "a", "proof": "\\ud800", "hello": {}}\n',
-}
-garbage = [pytest.param(data, id=name) for name, data in GARBAGE.items()]
-garbage += [pytest.param(data, id=name) for name, data in ESCAPING.items()]
-
-
-@pytest.mark.parametrize("data", garbage)
-def test_garbage_is_refused_and_answered_with_nothing_of_use(data: bytes) -> None:
-    answer, seen = with_server(lambda address: send_raw(address, data))
-    assert len(refusals(seen)) == 1
-    assert b"proof" not in answer
-
-
-def test_a_stranger_that_leaves_at_once_is_refused() -> None:
-    async def dialogue(address: Address) -> None:
-        _, writer = await asyncio.open_connection(*address)
-        writer.close()
-
-    assert refusals(with_server(dialogue)[1]) == ["no handshake"]
-
-
-def test_silence_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.1)
-
-    async def dialogue(address: Address) -> bytes:
-        reader, writer = await asyncio.open_connection(*address)
-        await reader.readline()
-        writer.write(b'{"nonce": ')  # and no more
-        rest = await reader.read()
-        writer.close()
-        return rest
-
-    rest, seen = with_server(dialogue)
-    assert rest == b""
-    assert refusals(seen) == ["no handshake"]
+    asyncio.run(with_impostor(connected, dialogue))
 
 
 def test_a_silent_server_does_not_hold_a_client_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,25 +180,94 @@ def test_a_silent_server_does_not_hold_a_client_for_ever(monkeypatch: pytest.Mon
             asyncio.run(wire.connect(silent.getsockname(), TOKEN, {}))
 
 
+def test_a_server_that_drips_does_not_hold_a_client_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, but the handshake has one deadline for all of them."""
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.3)
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for number in range(100):
+            writer.write(HEADER[number % 8 : number % 8 + 1] if number else b"")
+            await asyncio.sleep(0.1)
+
+    async def dialogue(address: Address) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(wire.Line, address, TOKEN, {})
+
+    asyncio.run(with_impostor(connected, dialogue))
+
+
+# --- strangers ------------------------------------------------------------------------------------
+
+HELLO = handshake.hello(handshake.PLAIN, NONCE)
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: head\r\nAccept: everything\r\n\r\n",
+    "every byte": bytes(range(256)),
+    "json as version 1 took it": b'{"nonce": "a", "proof": "b", "hello": {"role": "worker"}}\n',
+    "deep nesting": b"[" * 50000,
+    "a huge line": b"x" * 2**22,
+    "another version": HEADER[:8] + b"\x01" + HELLO[9:],
+    "another mode": HEADER[:9] + b"\x01" + HELLO[10:],
+    "a proof of nothing": HELLO + bytes(32),
+    "a proof of nothing and a hello": HELLO + bytes(32) + b'{"role": "worker"}\n',
+    "the server's proof, reflected": HELLO + handshake.proof(TOKEN, "server", 0, NONCE, NONCE),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_gets_nobody_in_and_is_never_parsed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(line: bytes) -> wire.Message:
+        raise AssertionError("a stranger's bytes are parsed")
+
+    monkeypatch.setattr(wire, "decode", parse)
+    answer, seen = with_server(lambda address: send_raw(address, data))
+    assert seen == []
+    assert len(answer) <= 74
+
+
+def test_a_stranger_that_leaves_at_once_is_forgotten() -> None:
+    async def dialogue(address: Address) -> None:
+        _, writer = await asyncio.open_connection(*address)
+        writer.close()
+
+    assert with_server(dialogue)[1] == []
+
+
+@pytest.mark.parametrize("said", [b"", HELLO[:20], HELLO, HELLO + b"and a part of the proof"])
+def test_silence_is_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.1)
+    answer, seen = with_server(lambda address: send_raw(address, said))
+    assert len(answer) in (0, 74)
+    assert seen == []
+
+
 def test_a_recorded_handshake_cannot_be_replayed() -> None:
     async def dialogue(address: Address) -> bytes:
         reader, writer = await asyncio.open_connection(*address)
-        greeting = wire.decode(await reader.readline())
-        recorded = wire.encode(wire.greet(greeting, TOKEN, {"worker": "0.1"})[0])
+        writer.write(HELLO)
+        handshake.check_header(await reader.readexactly(handshake.HEADER_BYTES), handshake.PLAIN)
+        proof = handshake.prove(TOKEN, handshake.PLAIN, NONCE, await reader.readexactly(handshake.ANSWER_BYTES))
+        recorded = proof + wire.encode({"worker": "0.1"})
         writer.write(recorded)
-        assert "proof" in wire.decode(await reader.readline())
+        assert await reader.readexactly(1) == wire.ADMITTED
         writer.close()
-        return await send_raw(address, recorded)
+        return await send_raw(address, HELLO + recorded)
 
-    answer, (first, second) = with_server(dialogue)
-    assert first == {"worker": "0.1"}
-    assert refusals([second]) == ["wrong token"]
-    assert b"proof" not in answer
+    answer, seen = with_server(dialogue)
+    assert seen == [{"worker": "0.1"}], "the first, and not the second"
+    assert len(answer) in (0, 74), "a challenge, and no word of admission"
 
 
-def test_the_token_never_crosses_the_wire() -> None:
-    answer, _ = wire.greet({"nonce": "n"}, TOKEN, {"worker": "0.1"})
-    assert TOKEN.encode() not in wire.encode(answer)
+def test_a_peer_whose_hello_is_no_message_is_not_admitted() -> None:
+    async def dialogue(address: Address) -> None:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(HELLO)
+        await reader.readexactly(handshake.HEADER_BYTES)
+        answered = await reader.readexactly(handshake.ANSWER_BYTES)
+        writer.write(handshake.prove(TOKEN, handshake.PLAIN, NONCE, answered) + b"[" * 50000 + b"\n")
+        await reader.read()
+        writer.close()
+
+    assert with_server(dialogue)[1] == []
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -252,12 +290,17 @@ def test_any_bytes_give_a_message_or_a_value_error(data: bytes) -> None:
         pass
 
 
-def test_a_proof_holds_for_its_side_and_its_nonces_alone() -> None:
-    shown = {"proof": wire.proof(TOKEN, "client", "s", "c")}
-    assert wire.proves(TOKEN, shown, "client", "s", "c")
-    others = [("server", "s", "c"), ("client", "x", "c"), ("client", "s", "x")]
-    assert not any(wire.proves(TOKEN, shown, *other) for other in others)
-    assert not wire.proves("another", shown, "client", "s", "c")
+def test_a_proof_holds_for_its_side_its_mode_and_its_nonces_alone() -> None:
+    shown = handshake.proof(TOKEN, "client", 0, b"s", b"c")
+    others = [
+        ("server", 0, b"s", b"c"),
+        ("client", 1, b"s", b"c"),
+        ("client", 0, b"x", b"c"),
+        ("client", 0, b"s", b"x"),
+    ]
+    assert handshake.proves(shown, handshake.proof(TOKEN, "client", 0, b"s", b"c"))
+    assert not any(handshake.proves(shown, handshake.proof(TOKEN, *other)) for other in others)
+    assert not handshake.proves(shown, handshake.proof("another", "client", 0, b"s", b"c"))
 
 
 def test_tokens_are_long_and_new() -> None:
@@ -265,13 +308,14 @@ def test_tokens_are_long_and_new() -> None:
     assert len(wire.new_token()) == 64
 
 
-def test_what_comes_with_the_last_line_of_the_handshake_is_not_lost() -> None:
+def test_what_comes_with_the_last_byte_of_the_handshake_is_not_lost() -> None:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(wire.encode({"holdfast": 1, "nonce": "n"}))
-        answer = json.loads(await reader.readline())
-        proof = wire.encode({"proof": wire.proof(TOKEN, "server", "n", answer["nonce"])})
-        writer.write(proof + wire.encode({"first": 1}) + wire.encode({"second": 2}) + b'{"thi')
-        await writer.drain()
+        hello = await reader.readexactly(handshake.HELLO_BYTES)
+        answer, proof = handshake.answer(TOKEN, handshake.PLAIN, hello, NONCE)
+        writer.write(answer)
+        assert await reader.readexactly(handshake.PROOF_BYTES) == proof
+        writer.write(wire.ADMITTED + wire.encode({"first": 1}) + wire.encode({"second": 2}) + b'{"thi')
+        await reader.readline()
         await reader.readline()
         writer.write(b'rd": 3}\n')
         writer.close()
@@ -285,5 +329,5 @@ def test_what_comes_with_the_last_line_of_the_handshake_is_not_lost() -> None:
         line.close()
         return found
 
-    found = asyncio.run(_serve(connected, lambda address: asyncio.to_thread(talk, address)))
+    found = asyncio.run(with_impostor(connected, lambda address: asyncio.to_thread(talk, address)))
     assert found == [{"first": 1}, {"second": 2}, {"third": 3}]

@@ -18,7 +18,7 @@ STEPS = 60  # slow ones until the test is in a hurry: time for the second host t
 
 
 def start_agent(
-    folder: Path, name: str, *options: str, inside: str = "", token: str = "secret", **environment: str
+    folder: Path, name: str, *options: str, inside: str = "", token: str = "a secret of the tests", **environment: str
 ) -> Command:
     (folder / name).mkdir(exist_ok=True)
     settings = {
@@ -87,7 +87,7 @@ def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
     options = ("-n", "1", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
     first = start_agent(tmp_path, "first", *options)
     wait_for_step(tmp_path, 1, 1)
-    second = start_agent(tmp_path, "second", *options, token="guess")
+    second = start_agent(tmp_path, "second", *options, token="a guess of the token")
     assert second.wait(60) == 2
     assert "HOLDFAST_TOKEN" in second.stderr, "where the right one comes from"
     hurry(tmp_path)

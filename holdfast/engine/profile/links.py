@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from holdfast.cluster import wire
+from holdfast.cluster.gate import Gate
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Member
 from holdfast.cluster.store import GenerationStore
@@ -27,7 +28,6 @@ from holdfast.errors import Broken, HoldfastError
 
 LONGEST_SECONDS = 300.0  # for all trips of a link: a peer that hangs must not hold the command for ever
 LEAVE_SECONDS = 5.0  # for the other side to hear the order to end, and to leave
-STRANGERS = 16  # connections that have not proved themselves yet; more at a time are refused
 
 T = TypeVar("T")
 
@@ -97,28 +97,18 @@ class _Pair:
 async def _serve(listening: socket.socket, token: str) -> str:
     """Serve one peer that knows the token, and return its address. Others are refused, and the waiting goes on."""
     served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    waiting: set[asyncio.StreamWriter] = set()
     busy = asyncio.Lock()
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def admitted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: wire.Message) -> None:
         try:
-            if len(waiting) >= STRANGERS:
-                return
-            waiting.add(writer)
-            try:
-                await wire.accept(reader, writer, token)
-            finally:
-                waiting.discard(writer)
             async with busy:
                 if not served.done():
                     await _Pair(reader, writer, ECHO).do(echo)
                     served.set_result(str(writer.get_extra_info("peername")[0]))
-        except (wire.Refused, Broken, OSError):
-            pass  # a stranger, or a peer that went away: the next one may do better
-        finally:
-            writer.close()
+        except (Broken, OSError):
+            pass  # a peer that went away: the next one may do better
 
-    async with await asyncio.start_server(connected, sock=listening, limit=wire.SERVER_LIMIT):
+    async with Gate(listening, token=token, admitted=admitted):
         return await served
 
 
@@ -165,7 +155,7 @@ def measure_peer(address: tuple[str, int], token: str) -> MeasuredLink:
     try:
         return asyncio.run(_measure(address, token))
     except wire.Refused as e:
-        raise HoldfastError(f"{where} refuses: {e}", hint="the same HOLDFAST_TOKEN on both machines") from e
+        raise HoldfastError(f"{where} and this machine do not fit: {e}", hint=e.hint) from e
     except (Broken, OSError) as e:
         hint = f"on the other machine: holdfast profile --serve {where}"
         raise HoldfastError(f"the link to {where} could not be measured: {e}", hint=hint) from e

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from holdfast.cluster import wire
+from holdfast.cluster.gate import Gate
 from holdfast.engine.profile import links, round_trips
 from holdfast.errors import HoldfastError
 
@@ -66,14 +67,13 @@ def test_a_peer_that_goes_away_is_forgotten() -> None:
 
 
 def test_a_server_that_goes_away_is_an_error_in_words() -> None:
-    async def meet_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await wire.accept(reader, writer, TOKEN)
+    async def meet_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: wire.Message) -> None:
         await reader.readline()
-        writer.close()
 
     async def scene() -> None:
-        async with await asyncio.start_server(meet_and_leave, "127.0.0.1", 0) as server:
-            address = server.sockets[0].getsockname()
+        listening = socket.create_server(("127.0.0.1", 0))
+        async with Gate(listening, token=TOKEN, admitted=meet_and_leave):
+            address = listening.getsockname()
             with pytest.raises(HoldfastError, match=r"127\.0\.0\.1"):
                 await asyncio.to_thread(links.measure_peer, address, TOKEN)
 

@@ -1,0 +1,192 @@
+"""Mutual TLS on control connections: both sides show a certificate, and check the other's against the same CA.
+
+The client also checks that the server's certificate is for the name (or address) of the run's endpoint. A client may
+have any name. TLS begins after the handshake of ``handshake.py``, so nobody without the token reaches OpenSSL.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.cluster.handshake import PLAIN, TLS, Refused
+from holdfast.errors import UsageError
+
+OPTIONS = "--tls-cert, --tls-key and --tls-ca"
+_CERTIFICATES = "check the certificates of both machines, and that --tls-ca is the same on all"
+_VARIABLES = {field: f"HOLDFAST_TLS_{field.upper()}" for field in ("cert", "key", "ca", "name")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsSettings:
+    """The files of one machine, all PEM. They are read at each connection, so they can be renewed during a run."""
+
+    cert: str  # path of this machine's certificate, with the chain to the CA if there is one
+    key: str  # path of its private key, without a passphrase
+    ca: str  # path of the certificates that the other side's must be signed by
+    name: str  # what the server's certificate must be for: the host of the run's endpoint, a name or an address
+
+    @staticmethod
+    def given(cert: Path | None, key: Path | None, ca: Path | None, *, endpoint: str) -> TlsSettings | None:
+        """Return the settings of the three options; None if none is given. Raises ``UsageError`` on wrong ones.
+
+        ``endpoint``: host:port of the coordinator, or "" for a run on this machine alone.
+        """
+        paths = {"--tls-cert": cert, "--tls-key": key, "--tls-ca": ca}
+        missing = [name for name, path in paths.items() if path is None]
+        if len(missing) == len(paths):
+            return None
+        if cert is None or key is None or ca is None:
+            raise UsageError(f"TLS needs {OPTIONS}", hint=f"{' and '.join(missing)} missing")
+        name = endpoint.rpartition(":")[0].strip("[]") or "127.0.0.1"
+        settings = TlsSettings(cert=str(cert.absolute()), key=str(key.absolute()), ca=str(ca.absolute()), name=name)
+        settings._check()
+        return settings
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str] = os.environ) -> TlsSettings | None:
+        """Read the settings that an agent hands to its workers; None without TLS."""
+        if _VARIABLES["cert"] not in environment:
+            return None
+        return TlsSettings(**{field: environment[variable] for field, variable in _VARIABLES.items()})
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that ``from_environment`` reads."""
+        return {variable: getattr(self, field) for field, variable in _VARIABLES.items()}
+
+    def client(self) -> ssl.SSLContext:
+        """Return the context of a client. Raises OSError if a file does not do, as in the moment of its renewal."""
+        return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+    def server(self) -> ssl.SSLContext:
+        """Return the context of the server, which demands a certificate. Raises OSError if a file does not do."""
+        context = self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.sslobject_class = _Explaining
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_verify_locations(self.ca)
+        context.load_cert_chain(self.cert, self.key, password=_no_passphrase)
+        return context
+
+    def _check(self) -> None:
+        """Raise ``UsageError`` if a file does not do."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(self.ca)
+        except OSError as e:
+            raise UsageError(f"--tls-ca {self.ca} cannot be used: {_reason(e)}", hint="give a PEM file") from e
+        try:
+            self._load(context)
+        except OSError as e:
+            text = f"--tls-cert {self.cert} with --tls-key {self.key} cannot be used: {_reason(e)}"
+            raise UsageError(text, hint="give PEM files that belong together, the key without a passphrase") from e
+
+
+def mode(settings: TlsSettings | None) -> int:
+    """Return the mode of the handshake."""
+    return PLAIN if settings is None else TLS
+
+
+def refusal(error: ssl.SSLError) -> Refused:
+    """Return a failed TLS handshake, as this side sees it, as a refusal in words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Refused(f"its certificate is not accepted: {error.verify_message}", hint=_CERTIFICATES)
+    if "ALERT" in (error.reason or ""):
+        return Refused(f"it does not accept this machine's certificate: {_reason(error)}", hint=_CERTIFICATES)
+    return Refused(f"TLS failed: {_reason(error)}", hint=_CERTIFICATES)
+
+
+def _reason(error: OSError) -> str:
+    """Return an error's reason as people say it: "unknown ca", "No such file or directory"."""
+    if isinstance(error, ssl.SSLError) and error.reason:
+        words = error.reason.lower().split("_")
+        return " ".join(words[words.index("alert") + 1 :] if "alert" in words else words)
+    return error.strerror or str(error) or "not PEM"
+
+
+def _no_passphrase() -> str:
+    """Stand in for OpenSSL's question on the terminal, which nobody would answer. Nothing is a wrong passphrase."""
+    return ""
+
+
+class _Explaining(ssl.SSLObject):
+    """A server's TLS whose failed handshake carries the alert for the client, as ``error.alert``.
+
+    asyncio closes a connection whose handshake has failed without sending it, and the client would never know why.
+    """
+
+    _unsent: ssl.MemoryBIO
+
+    @classmethod
+    def _create(cls, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *arguments: Any, **named: Any) -> _Explaining:
+        made = super()._create(incoming, outgoing, *arguments, **named)  # type: ignore[misc]
+        made._unsent = outgoing
+        return made
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as e:
+            e.alert = self._unsent.read()  # type: ignore[attr-defined]
+            raise
+
+
+class TlsClient:
+    """A client's TLS for threads: bytes in, bytes out. Whoever calls moves them to and from the socket.
+
+    ``ssl.SSLSocket`` cannot be read by one thread while another writes, which a worker does. ``name``: what the
+    server's certificate must be for. ``send`` is called with encrypted bytes, in their order.
+    """
+
+    def __init__(self, context: ssl.SSLContext, name: str, send: Callable[[bytes], None]) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
+        self._send = send
+        self._lock = threading.Lock()  # OpenSSL takes one call at a time
+
+    def handshake(self, receive: Callable[[], bytes]) -> None:
+        """Do the handshake with bytes that ``receive()`` waits for. Raises ``ssl.SSLError`` or another OSError."""
+        while True:
+            try:
+                self._tls.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._incoming.write(receive())
+            finally:
+                self._flush()  # a certificate, or the alert that tells the server why not
+
+    def write(self, data: bytes) -> None:
+        """Encrypt and send."""
+        with self._lock:
+            self._tls.write(data)
+            self._flush()
+
+    def read(self, received: bytes) -> bytes:
+        """Return what these received bytes decrypt to: nothing as long as a record is not whole."""
+        found = bytearray()
+        with self._lock:
+            self._incoming.write(received)
+            try:
+                while part := self._tls.read(65536):
+                    found += part
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLZeroReturnError:  # closed by the other side; the socket says so too
+                pass
+            self._flush()
+        return bytes(found)
+
+    def _flush(self) -> None:
+        if data := self._outgoing.read():
+            self._send(data)
