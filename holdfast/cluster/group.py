@@ -11,8 +11,6 @@ succeeds proves that everything sent before it has arrived. Gloo may forget rece
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.cluster import membership, silence, tags
+from holdfast.cluster.gloo_sockets import Doorkeeper, shut_down
 from holdfast.cluster.membership import Generation
 from holdfast.cluster.waiter import wait_for
 from holdfast.errors import Broken
@@ -34,17 +33,22 @@ Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
 
 
 class _Rendezvous(dist.Store):  # type: ignore[name-defined]
-    """A generation's store with the interface that c10d expects: these three methods are all it calls."""
+    """A generation's store with the interface that c10d expects: these three methods are all it calls.
 
-    def __init__(self, store: membership.Store) -> None:
+    ``door``: adds the addresses of Gloo's sockets to what Gloo puts into the store; None for NCCL.
+    """
+
+    def __init__(self, store: membership.Store, door: Doorkeeper | None = None) -> None:
         super().__init__()
         self._store = store
+        self._door = door
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.put(key, bytes(value))
+        self._store.put(key, bytes(value) if self._door is None else self._door.tell(bytes(value)))
 
     def get(self, key: str) -> bytes:
-        return self._store.take(key)
+        value = self._store.take(key)
+        return value if self._door is None else self._door.hear(value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -197,7 +201,7 @@ class Group:
         if self._watch is not None:
             self._watch.set()
         for number, inode in self._sockets.items():
-            _shut_down(number, inode)
+            shut_down(number, inode)
         if self._backend is not None and not self._sockets:
             self._backend.abort()  # NCCL: untested here
 
@@ -269,44 +273,12 @@ def _connect(generation: Generation, rank: int, store: membership.Store, device:
         return Group(generation, rank, nccl)
     address = generation.members[rank].address
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    door = Doorkeeper(member.address for member in generation.members)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = CONNECT  # also that of a wait which is not given its own
-    before = set(_open_sockets().values())
-    gloo = dist.ProcessGroupGloo(_Rendezvous(store), rank, size, options)
-    group = Group(generation, rank, gloo)
-    addresses = {member.address for member in generation.members}
-    opened = {n: i for n, i in _open_sockets().items() if i not in before and _is_pair(n, addresses)}
-    group._sockets = opened
+    try:
+        group = Group(generation, rank, dist.ProcessGroupGloo(_Rendezvous(store, door), rank, size, options))
+        group._sockets = door.formed()
+    finally:
+        door.close()
     return group
-
-
-def _open_sockets() -> dict[int, str]:
-    """Return this process's sockets, as descriptor → inode."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            found[int(name)] = target
-    return found
-
-
-def _is_pair(number: int, addresses: set[str]) -> bool:
-    """Whether a socket is connected to a member. Gloo ends the process if its listening socket is shut down."""
-    try:
-        with socket.socket(fileno=os.dup(number)) as candidate:
-            return str(candidate.getpeername()[0]) in addresses
-    except (OSError, IndexError):
-        return False
-
-
-def _shut_down(number: int, inode: str) -> None:
-    """Shut a socket down, unless its descriptor belongs to another file by now: the inode tells."""
-    try:
-        with socket.socket(fileno=os.dup(number)) as mine:
-            if os.readlink(f"/proc/self/fd/{mine.fileno()}") == inode:
-                mine.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass

@@ -18,6 +18,7 @@ import traceback
 from typing import Any
 
 from holdfast import logs
+from holdfast.cluster import descriptors
 from holdfast.errors import HoldfastError
 
 Order = dict[str, Any]
@@ -126,6 +127,7 @@ def _become_worker(order: Order, lifeline: int) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))
     os.chdir(order["folder"])
+    descriptors.raise_limit()
     logs.show()
     import torch
 
