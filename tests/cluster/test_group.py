@@ -218,8 +218,6 @@ def test_idle_strangers_cost_no_descriptor_while_a_group_forms(many_descriptors:
         taken = descriptors() - before[0] - len(crowd.held)
         assert len(crowd.held) >= STRANGERS
         assert taken < STRANGERS // 10, "the connection of the two, and who came before the port was told"
-            "the connection of the two, and who came before Gloo's port was known to anybody"
-        )
         assert [len(group._sockets) for group in groups] == [1, 1]
         assert talk(groups) == [3.0, 3.0]
         for group in groups:

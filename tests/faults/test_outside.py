@@ -125,8 +125,14 @@ def test_a_worker_that_leaves_is_not_missed(tmp_path: Path, undisturbed) -> None
     assert {r["worker"] for r in result.results} == {"0.1", "0.2"}
 
 
+GARBAGE = [random.Random(0).randbytes(200), b"GET / HTTP/1.0\r\n\r\n", b'{"nonce": 1, "hello": {}}\n']
+
+
 def test_strangers_disturb_nothing(tmp_path: Path, undisturbed) -> None:
-    """A thousand connections, garbage, silence and wrong tokens, to every port that listens."""
+    """A thousand connections, garbage, silence and wrong tokens, to every port that listens.
+
+    (``test_strangers.py`` has more of them, at more moments. This one needs no network namespace.)
+    """
 
     async def meddle(agent: Agent) -> None:
         await training(agent)
@@ -135,9 +141,16 @@ def test_strangers_disturb_nothing(tmp_path: Path, undisturbed) -> None:
         rng = random.Random(0)
         held = []
         for number in range(1000):
-            stranger = socket.create_connection(("127.0.0.1", rng.choice(sorted(ports))))
-            stranger.send([rng.randbytes(200), b"GET / HTTP/1.0\r\n\r\n", b'{"nonce": 1, "hello": {}}\n'][number % 3])
+            port = rng.choice(sorted(ports))
+            stranger = socket.socket()
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", port))
             held.append(stranger)
+            if port == agent.address[1]:
+                await asyncio.get_running_loop().sock_sendall(stranger, GARBAGE[number % 3])
+            else:
+                with pytest.raises(OSError, match="not connected"):  # a group that stands has no ear for anybody
+                    stranger.getpeername()
             if number % 50 == 0:
                 await asyncio.sleep(0)
         await training(agent, 45)
