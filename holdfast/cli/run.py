@@ -44,7 +44,8 @@ def run(
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for missing machines.")] = 30.0,
     log_dir: Annotated[Path, typer.Option(help="For the workers' output and events.jsonl.")] = Path("holdfast-logs"),
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with the job's token; else HOLDFAST_TOKEN; else a new one.")
+        Path | None,
+        typer.Option(help="A file with the job's token, 16 characters at least; else HOLDFAST_TOKEN; else a new one."),
     ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(help="This machine's certificate (PEM): TLS between agents, workers, coordinator.")

@@ -57,6 +57,7 @@ class Gate:
         self._token = token
         self._admitted = admitted
         self._mode = tls.mode(settings)
+        self._settings = settings
         self._context = None if settings is None else settings.server()
         self._most = min(STRANGERS, descriptors.raise_limit() // SHARE)
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
@@ -200,8 +201,17 @@ class Gate:
             transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection)
         else:
             async with self._upgrades:
+                self._renew_context()
                 transport = await self._upgrade(connection, protocol, self._context)
         return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
+
+    def _renew_context(self) -> None:
+        """Read the certificates again, which may have been renewed; keep the old ones if that is just happening."""
+        assert self._settings is not None
+        try:
+            self._context = self._settings.server()
+        except OSError:
+            pass
 
     async def _upgrade(
         self, connection: socket.socket, protocol: asyncio.Protocol, context: ssl.SSLContext

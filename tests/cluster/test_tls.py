@@ -161,6 +161,26 @@ def test_a_peer_that_never_finishes_its_tls_keeps_nobody_out(
     assert hellos == [{"worker": "0.1"}]
 
 
+def test_renewed_certificates_are_taken_and_half_renewed_ones_are_not(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """The server's is replaced in place: by one that has expired, so that it can be told from the first."""
+    live = Certificates(tmp_path)
+    for name in ("head.pem", "head.key", "ca.pem"):
+        (tmp_path / name).write_bytes((certificates.folder / name).read_bytes())
+
+    async def dialogue(address: Address) -> None:
+        mine = certificates.settings("other", "ca")
+        await in_asyncio(address, mine)
+        (tmp_path / "head.pem").write_bytes((certificates.folder / "expired.pem").read_bytes())
+        await in_asyncio(address, mine)  # the key does not belong to it yet: the old one is shown
+        (tmp_path / "head.key").write_bytes((certificates.folder / "expired.key").read_bytes())
+        with pytest.raises(wire.Refused, match="certificate has expired"):
+            await in_asyncio(address, mine)
+
+    assert len(serve(live.settings("head", "ca"), dialogue)[1]) == 2
+
+
 def test_nothing_readable_crosses_the_wire(certificates: Certificates) -> None:
     """A relay between the two sees all bytes; without TLS it sees the words."""
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.cluster.group import Group, _is_pair, _open_sockets
+from holdfast.cluster import gloo_sockets
+from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation, Member
 from holdfast.cluster.waiter import GRACE, wait_for
 from holdfast.errors import Broken
@@ -87,7 +88,7 @@ def ready() -> Work:
 def receive_broken_off() -> Iterator[tuple[Group, Any]]:
     """A real receive whose sender is killed when the first bytes are here."""
     store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    before = set(_open_sockets().values())
+    before = set(gloo_sockets.open_sockets().values())
     sender = subprocess.Popen([sys.executable, "-c", SENDER, str(store.port), str(SIZE)])
     try:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -96,8 +97,8 @@ def receive_broken_off() -> Iterator[tuple[Group, Any]]:
         gloo = dist.ProcessGroupGloo(store, 0, 2, options)
         members = tuple(Member(worker=f"0.{rank}", address="127.0.0.1") for rank in range(2))
         group = Group(Generation(number=1, members=members), 0, gloo)
-        opened = {n: inode for n, inode in _open_sockets().items() if inode not in before}
-        group._sockets = {n: inode for n, inode in opened.items() if _is_pair(n, {"127.0.0.1"})}
+        opened = {n: inode for n, inode in gloo_sockets.open_sockets().items() if inode not in before}
+        group._sockets = {n: inode for n, inode in opened.items() if gloo_sockets._look(n) is not None}
         room = torch.zeros(SIZE, dtype=torch.uint8)
         (work,) = group.start([], [(1, room, 5)])
         while not room[0]:
