@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.cluster import compose
 from holdfast.cluster.generations import Generations, RosterSettings
-from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, worker_order
+from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, machine_of
 from holdfast.cluster.register import Host, Peer, Sent, Worker
 from holdfast.cluster.watch import Watch
 
@@ -252,7 +252,7 @@ class Roster(Generations):
             self._host_gone(peer, "connection lost", silent=self._watch.is_dazed(self._now))
         elif peer.name in self._exits:
             self._ended_well(peer.name)
-        elif self._watch.is_dazed(self._now) or worker_order(peer.name)[0] in self.hosts:
+        elif self._watch.is_dazed(self._now) or machine_of(peer.name) in self.hosts:
             self.absent[peer.name] = self._now
         else:
             self._given_up.add(peer.name)
@@ -266,7 +266,7 @@ class Roster(Generations):
         """
         self._register.remove(host)
         self._register.log("host-gone", host=host.number, cause=cause)
-        for name in [] if silent else [name for name in self.absent if worker_order(name)[0] == host.number]:
+        for name in [] if silent else [name for name in self.absent if machine_of(name) == host.number]:
             self._given_up.add(name)
             self._worker_gone(name, cause)
         if not self.hosts and (cause == DONE or self._finishing):
@@ -375,10 +375,14 @@ class Roster(Generations):
 
     def _look_for_hosts(self) -> None:
         """Stop the run if there have been too few hosts for longer than the patience."""
-        here, needed = len(self.hosts), self.settings.minimum_hosts
+        out = self._kept_out.now(self._now)
+        # A host that leaves counts as long as it is there; but a run does not begin with it.
+        here = len(self.hosts.keys() - out if self._begun else self._slots())
+        needed = self.settings.minimum_hosts
         enough = here and self._finishing
         if self._watch.too_few(needed if enough else here, needed, self._now):
-            text = f"{here} of at least {needed} hosts for {self.settings.patience:g} s"
+            cut_off = f"; others cannot reach {len(out)}" if out else ""
+            text = f"{here} of at least {needed} hosts for {self.settings.patience:g} s{cut_off}"
             self.stop(3, f"too few workers: {text} (start more agents, or lower --nnodes)")
 
     def _look_for_disagreement(self) -> None:
