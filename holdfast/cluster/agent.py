@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from holdfast.cluster import wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
-from holdfast.cluster.membership import GIVEN_UP
+from holdfast.cluster.membership import GIVEN_UP, new_incarnation
 from holdfast.cluster.tls import TlsSettings
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
@@ -91,11 +91,13 @@ class Agent:
         self._local = LocalWorkers(
             log_dir=settings.log_dir, zygote=zygote, events=self._events, say=self._say, ended=self._ended
         )
+        self._incarnation = new_incarnation()
         self._own_address = LOOPBACK  # this machine's address, as the coordinator reaches it
         self._master_port = 0  # MASTER_PORT of all scripts of the run, told by the coordinator
         self._writer: asyncio.StreamWriter | None = None  # to the coordinator; None while there is no connection
         self._serial = 0  # number of the next worker: a name is never used twice
         self._restarts = 0  # replacements so far
+        self._trained: set[str] = set()  # workers that were ever in a generation, as far as this agent was told
         self._slots = settings.workers  # workers that the coordinator may wait for
         self._begun = False  # a generation has formed
         self._leaving = False  # a signal has asked this agent to leave
@@ -153,6 +155,7 @@ class Agent:
                 "patience": settings.patience,
                 "judge": settings.judge,
                 "master-port": self._keeper.master_port,
+                "run": self._incarnation,
             }
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             if settings.tls is not None:
@@ -194,7 +197,8 @@ class Agent:
         since = time.monotonic()
         while True:
             slots = 0 if self._leaving else self._slots
-            hello = {"role": "agent", "host": self.host, "slots": slots, "begun": self._begun}
+            hello = {"role": "agent", "host": self.host, "agent": self._incarnation}
+            hello |= {"slots": slots, "begun": self._begun}
             hello["finished"] = self.finishing  # a worker may have ended while there was no connection
             try:
                 # TCP would try for minutes, although the network may be back much earlier: so try again soon.
@@ -236,15 +240,16 @@ class Agent:
                 if message["begun"]:  # what was told while the connection was lost
                     self._training_began()
                 if message["finishing"]:
-                    self._finish()
+                    self._finish(message["members"])
             elif kind == "generation":
+                self._trained.update(member["worker"] for member in message["generation"]["members"])
                 self._training_began()
             elif kind == "recovered":
                 self._recovered = True
             elif kind == "say":
                 self._say(message["text"])
             elif kind == "finishing":
-                self._finish()
+                self._finish(message["members"])
             elif kind == "kill" and message["worker"] in self.workers:
                 self.workers[message["worker"]].kill()
             elif kind == "stop":
@@ -295,9 +300,16 @@ class Agent:
         else:
             self._finish()
 
-    def _finish(self) -> None:
-        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done."""
+    def _finish(self, members: Collection[str] = ()) -> None:
+        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done.
+
+        Workers that have never trained are killed: one that hangs before it has connected would never end.
+        """
         self.finishing = True
+        self._trained.update(members)
+        for worker in self.workers.values() if self._trained else ():
+            if worker.name not in self._trained:
+                worker.kill()
         if not self.workers:
             self._end(0)
 
@@ -335,6 +347,7 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "HOLDFAST_WORKER": name,
+            "HOLDFAST_INCARNATION": new_incarnation(),
             "HOLDFAST_HOST": settings.hosts[slot % len(settings.hosts)] if settings.hosts else str(host),
             "HOLDFAST_COORDINATOR": f"{address}:{port}",
             "HOLDFAST_TOKEN": settings.token,
@@ -348,7 +361,8 @@ class Agent:
         """Tell the coordinator that a worker has ended, and replace it if it is still needed."""
         if worker.orphan and self.finishing:
             code = 0  # its exit code is unknown, and it had nothing left to do
-        report = {"type": "exit", "worker": worker.name, "code": code, "cause": cause, "error": worker.error}
+        report: Message = {"type": "exit", "worker": worker.name, "incarnation": worker.incarnation}
+        report |= {"code": code, "cause": cause, "error": worker.error}
         self._tell(report | {"finished": code == 0 and not self._leaving})
         if worker.error is not None and worker.error["final"] and self._writer is None:
             self._end(code, worker.error["text"])  # without the coordinator nobody else would end the run

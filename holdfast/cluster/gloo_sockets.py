@@ -63,6 +63,12 @@ def shut_down(number: int, inode: str) -> None:
         pass
 
 
+def peer_address(number: int) -> str:
+    """Return the IP address that a socket is connected to; "" if it is connected to none."""
+    seen = _look(number)
+    return "" if seen is None else seen.peer[0]
+
+
 class Doorkeeper:
     """Watches over the listening socket of one group while it forms, and knows the members' sockets by address.
 
