@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster import wire
+from holdfast.cluster import tls, wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
@@ -334,7 +334,7 @@ class Agent:
         rank = str(host * settings.workers + slot)
         return {
             **settings.environment,
-            **({} if settings.tls is None else settings.tls.environment()),
+            **tls.environment(settings.tls),
             "RANK": rank,
             "ROLE_RANK": rank,
             "LOCAL_RANK": str(slot),

@@ -51,13 +51,9 @@ class TlsSettings:
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> TlsSettings | None:
         """Read the settings that an agent hands to its workers; None without TLS."""
-        if _VARIABLES["cert"] not in environment:
+        if not environment.get(_VARIABLES["cert"]):
             return None
         return TlsSettings(**{field: environment[variable] for field, variable in _VARIABLES.items()})
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables that ``from_environment`` reads."""
-        return {variable: getattr(self, field) for field, variable in _VARIABLES.items()}
 
     def client(self) -> ssl.SSLContext:
         """Return the context of a client. Raises OSError if a file does not do, as in the moment of its renewal."""
@@ -95,13 +91,21 @@ def mode(settings: TlsSettings | None) -> int:
     return PLAIN if settings is None else TLS
 
 
-def refusal(error: ssl.SSLError) -> Refused:
-    """Return a failed TLS handshake, as this side sees it, as a refusal in words."""
+def environment(settings: TlsSettings | None) -> dict[str, str]:
+    """Return the variables that ``TlsSettings.from_environment`` reads.
+
+    Without TLS they are empty: an agent may itself run in a worker of another run, whose variables it inherits.
+    """
+    return {variable: getattr(settings, field, "") for field, variable in _VARIABLES.items()}
+
+
+def failure(error: ssl.SSLError) -> Refused | ConnectionError:
+    """Return a failed TLS handshake in words: a refusal if a certificate is at fault, else a connection that broke."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return Refused(f"its certificate is not accepted: {error.verify_message}", hint=_CERTIFICATES)
     if "ALERT" in (error.reason or ""):
         return Refused(f"it does not accept this machine's certificate: {_reason(error)}", hint=_CERTIFICATES)
-    return Refused(f"TLS failed: {_reason(error)}", hint=_CERTIFICATES)
+    return ConnectionError(f"TLS broke off: {_reason(error)}")
 
 
 def _reason(error: OSError) -> str:

@@ -63,7 +63,7 @@ async def connect(
         raise NotHoldfast("no holdfast coordinator answers there") from e
     except ssl.SSLError as e:
         writer.close()
-        raise tls.refusal(e) from e
+        raise tls.failure(e) from e
     except BaseException:
         writer.close()
         raise
@@ -103,7 +103,7 @@ class Line:
             self.socket.settimeout(HANDSHAKE_SECONDS)  # for a send to a coordinator that does not read
         except ssl.SSLError as e:
             self.close()
-            raise tls.refusal(e) from e
+            raise tls.failure(e) from e
         except BaseException:
             self.close()
             raise

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.cluster import gate, handshake, wire
 from holdfast.cluster.gate import Gate
-from holdfast.cluster.tls import TlsSettings
+from holdfast.cluster.tls import TlsSettings, environment
 from holdfast.errors import UsageError
 from tests.certificates import Certificates, standard
 
@@ -110,6 +110,25 @@ def test_what_does_not_fit_is_refused_in_a_sentence(
         assert "on all" in refused.value.hint or "on every machine" in refused.value.hint
 
     assert serve(there, dialogue)[1] == []
+
+
+@clients
+def test_a_server_that_dies_in_the_middle_of_tls_is_no_refusal(
+    client: Client, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent tries again then: a killed coordinator comes back."""
+
+    async def die(made: Gate, connection: socket.socket, *others: Any) -> None:
+        connection.close()
+        raise ConnectionError
+
+    monkeypatch.setattr(Gate, "_upgrade", die)
+
+    async def dialogue(address: Address) -> None:
+        with pytest.raises(ConnectionError):
+            await client(address, certificates.settings("other", "ca"))
+
+    assert serve(certificates.settings("head", "ca"), dialogue)[1] == []
 
 
 def test_who_does_not_know_the_token_never_reaches_tls(
@@ -271,6 +290,7 @@ def test_right_files_are_taken_with_the_name_of_the_endpoint(certificates: Certi
         settings = TlsSettings.given(*paths, endpoint=endpoint)
         assert settings is not None
         assert settings.name == name
-        assert TlsSettings.from_environment(settings.environment()) == settings
+        assert TlsSettings.from_environment(environment(settings)) == settings
+        assert TlsSettings.from_environment({**environment(settings), **environment(None)}) is None, "of an outer run"
     assert TlsSettings.given(None, None, None, endpoint="head:29700") is None
     assert TlsSettings.from_environment({}) is None
