@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+from holdfast.cluster.group import Group
 from tests.faults import train
 
 KEPT = 300  # connections at a time: the oldest is closed for a new one
@@ -52,8 +53,24 @@ class OwnConnections:
             self._check(pair)
 
 
+def count_pairs() -> list[tuple[int, int]]:
+    """Notes for each group that forms how many of Gloo's sockets were found, and how many other members there are."""
+    counts: list[tuple[int, int]] = []
+    real = Group.look_for_vanished
+
+    def look(group: Group) -> None:
+        counts.append((len(group._sockets), group.size - 1))
+        real(group)
+
+    Group.look_for_vanished = look  # type: ignore[method-assign]
+    return counts
+
+
 if __name__ == "__main__":
+    pairs = count_pairs()
     connections = OwnConnections()
     train.main()
     connections.end()
+    wrong = [count for count in pairs if count[0] != count[1]]
     print(f"own connections: {connections.opened} opened, {connections.lost} lost", flush=True)
+    print(f"groups: {len(pairs)} formed, {len(wrong)} with missing or foreign sockets: {wrong}", flush=True)

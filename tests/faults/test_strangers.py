@@ -102,10 +102,13 @@ def test_the_scripts_own_connections_outlive_the_generations(tmp_path: Path, und
     environment = {"STEPS": "20", "WANTED": "3"}  # it goes on slowly until the replacement is there
     result = launch(tmp_path, script=OWN_SOCKETS, environment=environment, faults=faults)
     assert_nothing_lost(result, undisturbed(20))
-    told = [re.search(r"own connections: (\d+) opened, (\d+) lost", line) for line in result.said]
-    counts = [(int(found[1]), int(found[2])) for found in told if found is not None]
-    assert len(counts) == 3, result.said
+    said = "\n".join(result.said)
+    counts = [(int(o), int(n)) for o, n in re.findall(r"own connections: (\d+) opened, (\d+) lost", said)]
+    assert len(counts) == 3, said
     assert all(opened > 50 and lost == 0 for opened, lost in counts), counts
+    groups = [(int(f), int(w)) for f, w in re.findall(r"groups: (\d+) formed, (\d+) with missing", said)]
+    assert max(formed for formed, _ in groups) >= 3, "before the loss, after it, with the replacement"
+    assert all(wrong == 0 for _, wrong in groups), said
 
 
 def assert_flooded(report: dict[str, dict[str, int]]) -> None:
