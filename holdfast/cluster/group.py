@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from holdfast.cluster import membership, silence, tags
 from holdfast.cluster.membership import Generation
+from holdfast.cluster.pulse import PULSE
 from holdfast.cluster.waiter import wait_for
 from holdfast.errors import Broken
 
@@ -72,6 +73,7 @@ class Group:
 
     def check(self) -> None:
         """Raise ``Broken`` if the generation is over. It is cheap: call it between pieces of work."""
+        PULSE.sign()
         if self._broken is not None:
             raise Broken(self._broken)
 
@@ -252,9 +254,10 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
         done.set()
 
     threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
-    while not done.wait(LOOK_SECONDS):
-        if store.closed:
-            raise Broken("the generation ended while it formed")
+    with PULSE.at("wait"):
+        while not done.wait(LOOK_SECONDS):
+            if store.closed:
+                raise Broken("the generation ended while it formed")
     if isinstance(result[0], Group):
         result[0].look_for_vanished()  # not in the thread: in an abandoned group nobody would end the look
         return result[0]
