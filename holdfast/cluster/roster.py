@@ -113,7 +113,7 @@ class Roster(Generations):
             elif kind == "bye":
                 self._host_gone(peer, DONE)
             elif kind == "beat":
-                peer.starting = message.get("starting", {})
+                peer.starting = {name: float(age) for name, age in dict(message.get("starting", {})).items()}
         elif kind == "standing":
             self.show_standing(peer, Standing(**message["standing"]), message["generation"])
         elif kind == "store":
@@ -380,6 +380,7 @@ class Roster(Generations):
         stills = {name: worker.still for name, worker in workers.items() if worker.still is not None}
         stuck = self._stuck.look(stills, members=self.members, starting=starting, now=self._now)
         if stuck is None:
+            self._look_for_stall()
             return
         worker = workers.get(stuck.worker)
         operation, doing = (None, "") if worker is None or worker.doing is None else worker.doing
@@ -387,6 +388,15 @@ class Roster(Generations):
         details = {"operation": operation, "kind": kind, "seconds": stuck.seconds, "limit": stuck.limit}
         # Its line stays open: it would connect again, and end before it has written its stacks.
         self._give_up(stuck.worker, stuck.cause, **details)
+
+    def _look_for_stall(self) -> None:
+        """End a generation whose members wait for each other, while none of them waits for the roster."""
+        members = [self.workers[name] for name in self.members if name in self.workers]
+        waiting = [worker.still for worker in members if worker.still is not None and worker.standing is None]
+        if len(waiting) == len(self.members) and self._stuck.stalled(waiting, self._now):
+            assert self.generation is not None
+            self._register.log("stalled", generation=self.generation.number, seconds=min(s.seconds for s in waiting))
+            self._breaking = True
 
 
 def _given_up(name: str) -> Message:

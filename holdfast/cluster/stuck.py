@@ -118,6 +118,18 @@ class StuckWatch:
         self._last = now
         return max(found, key=lambda one: one.seconds / one.limit)
 
+    def stalled(self, waiting: Collection[Still], now: float) -> bool:
+        """Whether these members have all waited for each other for too long: a message between them was lost.
+
+        Nobody is to blame, so nobody is killed: their generation ends, and the next one sends everything again.
+        """
+        _, limit = self._limits(waiting)
+        over = bool(waiting) and all(still.where == "wait" and still.seconds > limit for still in waiting)
+        if not over or now - self._last <= limit:
+            return False
+        self._last = now
+        return True
+
     def _limits(self, stills: Collection[Still]) -> tuple[float, float]:
         """Return the limits of a step and of everything else."""
         setting = self._setting

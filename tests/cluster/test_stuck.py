@@ -113,6 +113,17 @@ def test_each_one_found_doubles_the_limit_unless_the_user_has_set_it() -> None:
         assert [one.limit for one in found if one is not None] == limits
 
 
+def test_if_all_wait_for_each_other_a_message_was_lost() -> None:
+    watch = StuckWatch(StepTimeout.parse("60:600"))
+    everybody = [still("wait", 601.0), still("wait", 601.0)]
+    assert not watch.stalled([], now=0.0)
+    assert not watch.stalled([*everybody, still("step", 601.0)], now=0.0)
+    assert not watch.stalled([*everybody, still("wait", 600.0)], now=0.0)
+    assert watch.stalled(everybody, now=0.0)
+    assert not watch.stalled(everybody, now=600.0), "the next generation gets its time"
+    assert watch.stalled(everybody, now=601.0)
+
+
 # --- the pulse ------------------------------------------------------------------------------------------
 
 
