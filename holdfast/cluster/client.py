@@ -25,6 +25,7 @@ from holdfast.cluster.wire import Line, Message, Refused
 from holdfast.errors import HoldfastError
 
 RETRY_SECONDS = 0.05  # between two tries to connect, and between two checks whether to give up
+ENDING_SECONDS = 3600.0  # for a worker that is sent away to end: longer than it may wait for its last checkpoint
 CONNECTED = b"connected\n"  # a worker's word to its agent, on the lifeline
 BEATS = 5  # heartbeats within one timeout, so that a few late ones do no harm
 
@@ -283,4 +284,7 @@ class Client:
                 line.sendall(json.dumps(error).encode())
         if not news.waits:
             os._exit(news.code)
+        last = threading.Timer(ENDING_SECONDS, os._exit, [news.code])  # the script may hang in a ``finally``
+        last.daemon = True
+        last.start()
         self._changed.notify_all()

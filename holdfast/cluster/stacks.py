@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import itertools
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ QUIET_SECONDS = 0.3  # after its last line, the stacks are complete
 _LOOK_SECONDS = 0.02  # between two looks at the log
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _FOLDERS = [str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+_ZYGOTE = str(Path(__file__).with_name("zygote.py"))
 _NOT_THE_USERS = ("<frozen", *(folder + os.sep for folder in _FOLDERS))
 
 
@@ -64,7 +66,8 @@ def place_of(dump: str) -> str | None:
     """
     _, _, main = dump.rpartition("(most recent call first):")
     frames = [found for line in main.splitlines() if (found := _FRAME.fullmatch(line))]
-    theirs = [frame for frame in frames if not frame["path"].startswith(_NOT_THE_USERS)]
+    inside = itertools.takewhile(lambda frame: frame["path"] != _ZYGOTE, frames)  # the zygote has called the script
+    theirs = [frame for frame in inside if not frame["path"].startswith(_NOT_THE_USERS)]
     if not frames:
         return None
     frame = (theirs or frames)[0]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from holdfast.cluster import stacks
 from holdfast.cluster.pulse import STEP_WINDOW, Observer, Pulse, Still
 from holdfast.cluster.stuck import DOUBLINGS, MULTIPLE, OTHER_FACTOR, STEP_SECONDS, StepTimeout, Stuck, StuckWatch
+from holdfast.data import fetch
 from holdfast.errors import UsageError
 
 OTHER = OTHER_FACTOR * STEP_SECONDS
@@ -248,6 +254,57 @@ def test_reports_cross_the_wire() -> None:
     assert Still.from_json(report.to_json()) == report
     with pytest.raises(ValueError, match="nowhere"):
         Still.from_json(report.to_json() | {"where": "nowhere"})
+
+
+# --- the stacks -----------------------------------------------------------------------------------------
+
+
+async def stacks_of(code: str, folder: Path, *, stopped: bool = False) -> str:
+    """Of a process that runs this code in ``hang``, and has said that it does."""
+    log = folder / "log"
+    with log.open("a") as file:
+        listen = "from holdfast.cluster import stacks; stacks.listen(1); print('here', flush=True)"
+        text = f"{listen}\ndef hang():\n    {code}\nhang()"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", text, stdout=file)
+    try:
+        while "here" not in log.read_text():
+            await asyncio.sleep(0.01)
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
+            while not stacks._is_stopped(process.pid):
+                await asyncio.sleep(0.01)
+        return await stacks.ask(process.pid, log, why="it hangs")
+    finally:
+        process.kill()
+        await process.wait()
+        assert process.returncode == -signal.SIGKILL, "asking for stacks ends nobody"
+
+
+@pytest.mark.parametrize("code", ["import os; os.read(os.pipe()[0], 1)", "import re; re.match('(a*)*b', 'a' * 1000)"])
+def test_a_hung_process_shows_its_stacks(tmp_path: Path, code: str) -> None:
+    dump = asyncio.run(stacks_of(code, tmp_path))
+    place = stacks.place_of(dump)
+    assert place is not None
+    assert place.endswith("<string>:3 in hang")
+    assert "holdfast: it hangs; the stacks" in (tmp_path / "log").read_text()
+
+
+def test_a_stopped_process_cannot_and_is_not_waited_for(tmp_path: Path) -> None:
+    assert asyncio.run(stacks_of("import os; os.read(os.pipe()[0], 1)", tmp_path, stopped=True)) == ""
+    assert stacks.place_of("") is None
+
+
+def test_the_place_is_the_innermost_of_the_users_code_in_the_main_thread() -> None:
+    def frame(path: str, line: int, name: str) -> str:
+        return f'  File "{path}", line {line} in {name}\n'
+
+    user, zygote = str(Path.cwd() / "train.py"), str(Path(stacks.__file__).with_name("zygote.py"))
+    begin = "Thread 0x7 (most recent call first):\n"
+    inner = frame(threading.__file__, 1, "wait") + frame(fetch.__file__, 2, "fetch")
+    outer = frame(zygote, 4, "run_worker") + frame("/elsewhere/nursery.py", 5, "main")
+    other = begin + frame("/data/thread.py", 9, "listen") + "\n"
+    assert stacks.place_of(other + begin + inner + frame(user, 3, "load") + outer) == "train.py:3 in load"
+    assert stacks.place_of(other + begin + inner + outer) == f"{threading.__file__}:1 in wait", "no code of the user's"
 
 
 # --- the setting ----------------------------------------------------------------------------------------

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.faults import hang
+import pytest
+
+from tests.faults import hang, judge
+from tests.faults.judge import covered
 from tests.faults.test_sweep import assert_nothing_lost
 from tests.harness import Result, launch
 
@@ -84,6 +87,43 @@ def test_the_stacks_of_a_worker_that_keeps_the_interpreters_lock(tmp_path: Path,
     assert event["worker"] == "0.1"
     assert event["cause"].startswith("no heartbeat")
     assert event["at"].endswith(" in keep_the_lock")
+
+
+@pytest.mark.parametrize("phase", ["regroup", covered("one hangs in another part of a recovery", "copy")])
+def test_a_hang_while_another_loss_is_recovered_from(tmp_path: Path, undisturbed, phase: str) -> None:
+    faults = f"kill worker=0.2 step=4 phase=forward; lock worker=0.1 phase={phase}"
+    result = train(tmp_path, limit="5:5", faults=faults, environment={**PATIENT, "PATIENT": "3", "PAUSE": "0.3"})
+    assert_nothing_lost(result, undisturbed(STEPS))
+    assert [e["worker"] for e in result.of("stuck")] == ["0.1"]
+
+
+@pytest.mark.parametrize(
+    ("worker", "phase"),
+    [
+        ("0.1", "write"),
+        covered("another worker hangs", "0.0", "write"),
+        covered("it hangs later", "0.0", "snapshot"),
+        covered("it hangs earlier", "0.0", "commit"),
+    ],
+)
+def test_a_hang_in_a_checkpoint(tmp_path: Path, undisturbed, worker: str, phase: str) -> None:
+    """A thread writes it: training goes on until the end waits for that thread."""
+    environment = {"CHECKPOINT": str(tmp_path / "checkpoints"), "EVERY": "3"}
+    faults = f"lock worker={worker} step=6 phase={phase}"
+    result = train(tmp_path, limit="5:5", faults=faults, environment=environment)
+    assert_nothing_lost(result, undisturbed(STEPS))
+    assert [(e["worker"], e["kind"]) for e in result.of("stuck")] == [(worker, "checkpoint")]
+    assert STEPS in {e["step"] for e in result.of("checkpoint")}
+
+
+@pytest.mark.parametrize("phase", ["forward", covered("it hangs before that", "reduce")])
+def test_a_hang_in_a_pipeline(tmp_path: Path, whole, phase: str) -> None:
+    """The other stages wait for it, each in its own way, and are not taken for hung."""
+    faults = f"spin worker=0.2 step=4 phase={phase}"
+    result = judge.train(tmp_path, workers=4, stages="2", faults=faults, step_timeout="2.5:30")
+    judge.assert_same(result, whole(judge.STEPS))
+    judge.assert_went_on(result, {"0.2"}, first=4)
+    assert [e["worker"] for e in result.of("stuck")] == ["0.2"]
 
 
 def test_slow_is_not_stuck(tmp_path: Path, undisturbed) -> None:
