@@ -15,6 +15,7 @@ from holdfast.errors import UsageError
 
 STEP_SECONDS = 60.0  # the least limit of a step that follows from step times: storage may stutter for so long
 OTHER_FACTOR = 30.0  # limit of everything else, in limits of a step: half an hour by default, as long as Gloo waits
+ALL_FACTOR = 4.0  # of that, if all members stand still at once: two hours by default, as all may evaluate for long
 MULTIPLE = 10.0  # of the slowest recent step, or other stretch, that a worker may take
 DOUBLINGS = 4  # at most: each worker found stuck doubles the limits that nobody has set, in case it was only slow
 HINT = "as in auto, off, 120, or 120:3600 for a step and for everything else"
@@ -75,7 +76,8 @@ class StuckWatch:
     In a step the shorter limit holds, but only if some other member waits or gets on. If all members stand still in
     their own code at once, nobody stands out: the machine or the storage is slow for all, and may come back, while
     killing them could lose the run's state. Then the longer limit holds, as for everything that may take long: the
-    first operation of a generation, evaluations, saves, recovery, the script between two steps, and the start.
+    first operation of a generation, evaluations, saves, recovery, the script between two steps, and the start. For
+    those, it is four times as long if all stand still at once, unless the user has set the limits.
 
     After each verdict the others get the full time again.
 
@@ -104,12 +106,12 @@ class StuckWatch:
         seconds since their start.
         """
         step, other = self._limits(stills.values())
-        found = [
-            Stuck(worker=name, where=still.where, seconds=still.seconds, limit=limit)
-            for name, still in stills.items()
-            if still.where != "wait"
-            for limit in [step if still.where == "step" and _stands_out(name, stills, members, step) else other]
-        ]
+        found = []
+        for name, still in stills.items():
+            if still.where != "wait":
+                limits = (step, other) if _stands_out(name, stills, members, step) else (other, self._for_all(other))
+                limit = limits[0] if still.where == "step" else limits[1]
+                found.append(Stuck(worker=name, where=still.where, seconds=still.seconds, limit=limit))
         found += [Stuck(worker=n, where="start", seconds=age, limit=other) for n, age in starting.items()]
         found = [one for one in found if one.seconds > one.limit and now - self._last > one.limit]
         if not found:
@@ -117,6 +119,10 @@ class StuckWatch:
         self._found += 1
         self._last = now
         return max(found, key=lambda one: one.seconds / one.limit)
+
+    def _for_all(self, limit: float) -> float:
+        """Return the limit of what may take long, if nobody stands out."""
+        return ALL_FACTOR * limit if self._setting.learns else limit
 
     def stalled(self, waiting: Collection[Still], now: float) -> bool:
         """Whether these members have all waited for each other for too long: a message between them was lost.

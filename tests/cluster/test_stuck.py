@@ -13,7 +13,16 @@ import pytest
 
 from holdfast.cluster import stacks
 from holdfast.cluster.pulse import STEP_WINDOW, Observer, Pulse, Still
-from holdfast.cluster.stuck import DOUBLINGS, MULTIPLE, OTHER_FACTOR, STEP_SECONDS, StepTimeout, Stuck, StuckWatch
+from holdfast.cluster.stuck import (
+    ALL_FACTOR,
+    DOUBLINGS,
+    MULTIPLE,
+    OTHER_FACTOR,
+    STEP_SECONDS,
+    StepTimeout,
+    Stuck,
+    StuckWatch,
+)
 from holdfast.data import fetch
 from holdfast.errors import UsageError
 
@@ -84,6 +93,15 @@ def test_if_all_stand_still_nobody_stands_out() -> None:
     assert look(watch, {name: later[name] for name in ("0.1", "0.2")}, now=11.0) is None, "the others get time again"
     found = look(watch, {name: still("step", 1300.0) for name in ("0.1", "0.2")}, now=611.0)
     assert found is not None
+
+
+def test_all_may_work_on_their_own_for_long() -> None:
+    """As in an evaluation that the script makes on every worker. A limit that was set holds all the same."""
+    watch = StuckWatch(StepTimeout())
+    everybody = {name: still("script", ALL_FACTOR * OTHER) for name in ("0.0", "0.1")}
+    assert look(watch, everybody) is None
+    assert look(watch, {**everybody, "0.1": still("script", ALL_FACTOR * OTHER + 1)}) is not None
+    assert look(StuckWatch(StepTimeout.parse("60:600")), {name: still("script", 601.0) for name in everybody})
 
 
 def test_one_worker_alone_has_the_longer_limit_in_a_step() -> None:
