@@ -26,7 +26,7 @@ from holdfast.errors import HoldfastError
 
 RETRY_SECONDS = 0.05  # between two tries to connect, and between two checks whether to give up
 ENDING_SECONDS = 3600.0  # for a worker that is sent away to end: longer than it may wait for its last checkpoint
-CONNECTED = b"connected\n"  # a worker's word to its agent, on the lifeline
+CONNECTED = b'{"connected": true}'  # a worker's first word to its agent, on the lifeline
 BEATS = 5  # heartbeats within one timeout, so that a few late ones do no harm
 
 logger = logging.getLogger(__name__)
