@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Generation, Standing
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
 from holdfast.cluster.store import GenerationStore
@@ -71,7 +72,7 @@ class Client:
     ``label`` describes the training; the coordinator refuses a worker whose label differs from the others'.
     """
 
-    def __init__(self, place: Place, *, label: str) -> None:
+    def __init__(self, place: Place, *, label: Label) -> None:
         self.worker = place.worker
         self._place = place
         self._seat = Seat(worker=place.worker, address=place.address, host=place.host, label=label)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Message, Standing
 
 EVENTS = -1  # the recipient of lines for events.jsonl
@@ -32,7 +33,7 @@ class Worker:
     heard: float  # time of its last message
     name: str
     address: str  # of its machine, for the other workers
-    label: str  # description of the training, which must be the same on all workers
+    label: Label  # facts about the training that must be the same on all workers
     host: str  # its failure domain
     fresh: bool  # it has never been in a generation
     standing: Standing | None = None  # None while it trains

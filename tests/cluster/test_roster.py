@@ -37,7 +37,7 @@ class Table:
 
     def worker(self, number: int, *, connection: int | None = None, **hello: Any) -> list[Sent]:
         shown: Standing | None = hello.pop("standing", standing(boundary=True, units=1))
-        words = {"address": "", "label": "a test", "host": "0", "generation": None, "finished": False}
+        words = {"address": "", "label": {"what": "a test"}, "host": "0", "generation": None, "finished": False}
         words |= {"committed": False, "standing": None if shown is None else shown.to_json(), "worker": f"0.{number}"}
         return self.connect(number if connection is None else connection, role="worker", **words | hello)
 

@@ -198,7 +198,7 @@ class Client:
 
     def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
         self.worker = name
-        self.seat = Seat(worker=name, address="", host=host, label="a world")
+        self.seat = Seat(worker=name, address="", host=host, label={"what": "a world"})
         self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
         self._line: Line | None = None
         self._heard = 0.0
