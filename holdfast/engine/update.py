@@ -72,7 +72,7 @@ class Update:
         self.inverse = inverse
         groups = enumerate(made.param_groups)
         self._group_of = {p: number for number, group in groups for p in group["params"]}
-        self.scheduler, self.rate = _read_schedule(schedule, self.optimizer)
+        self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
 
     def norms(self) -> torch.Tensor:
         """Return the norm of each parameter's gradient, zero where there is none here."""
@@ -97,9 +97,9 @@ class Update:
 
     def begin(self, step: int) -> None:
         """Set the learning rate of a step, if the schedule is a function of the step."""
-        if self.rate is not None:
+        if self._rate is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.rate(step)
+                group["lr"] = self._rate(step)
 
     def terms(self, *, norm: float | None = None) -> Terms:
         """Return the terms of the current step. Tensors are copied: a scheduler may write into a learning rate."""

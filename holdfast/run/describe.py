@@ -27,6 +27,7 @@ from holdfast.words import count
 DIGITS = 8  # hexadecimal digits of a digest: 32 bits, enough for differences that nobody contrives
 LONG = 90  # letters of a value that is shown whole; a longer one is cut, and its digest added
 DEPTH = 5  # values inside values; a deeper one is not compared, so that circles end
+ENTRIES = 1000  # of a container that is compared; of a larger one, such as a vocabulary, only the number is
 MOST = 200  # modules of a model that are named one by one; those of a larger model are joined
 OF_A_MODULE = frozenset(vars(nn.Module()))
 OF_AN_OPTIMIZER = frozenset({"defaults", "state", "param_groups"})
@@ -50,7 +51,8 @@ def shortened(text: str) -> str:
 def describe(value: Any, depth: int = DEPTH) -> str | None:
     """Return a setting as text; None if it cannot be compared between machines, as a path cannot.
 
-    Numbers that are equal have equal text. A function is described by its code, any other object by its class.
+    Numbers that are equal have equal text. A function is described by its code, an object that is called as one by its
+    class and settings, any other object by its class.
 
     >>> describe(1.0), describe(1), describe((0.9, None)), describe({"b": torch.float32, "a": "/tmp/x"})
     ('1', '1', '[0.9, None]', '{b: float32}')
@@ -81,6 +83,8 @@ def _tensor(tensor: Tensor) -> str:
 
 def _container(value: Any, depth: int) -> str | None:
     """Describe what is in a container; None if the value is none."""
+    if isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > ENTRIES:
+        return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, Mapping):
         found = {describe(key, depth - 1): describe(one, depth - 1) for key, one in value.items()}
         return "{" + ", ".join(sorted(f"{k}: {v}" for k, v in found.items() if k is not None and v is not None)) + "}"
@@ -91,7 +95,7 @@ def _container(value: Any, depth: int) -> str | None:
 
 
 def _code(value: Any, depth: int) -> str | None:
-    """Describe a function, a method, a partial call, a class or a module; None if the value is none of them."""
+    """Describe a function, or an object that is called as one; None if the value is none."""
     if isinstance(value, FunctionType):
         return _function(value, depth)
     if isinstance(value, type | BuiltinFunctionType):
@@ -101,17 +105,19 @@ def _code(value: Any, depth: int) -> str | None:
     if isinstance(value, functools.partial):
         given = [describe(part, depth - 1) for part in (value.func, value.args, value.keywords)]
         return f"partial({', '.join(map(str, given))})"
+    if depth < DEPTH:  # an object inside another value may have that in it: its class will do
+        return None
     if isinstance(value, nn.Module):
         return ", ".join(module_text(each, depth - 1) for each in value.modules())
-    return None
+    return settings_text(value, depth=depth - 1) if callable(value) and hasattr(value, "__dict__") else None
 
 
 def _function(function: FunctionType, depth: int) -> str:
-    """Describe a function by its name; the user's own also by a digest of its code, defaults and closure.
+    """Describe a function by its name and a digest of its code, defaults and closure.
 
     Its line numbers, and the globals that it uses, are no part of that: the files of code are compared too.
     """
-    if origin(str(function.__globals__.get("__name__", ""))) in ("python", "torch", "library"):
+    if origin(str(function.__globals__.get("__name__", ""))) in ("python", "torch"):  # their versions are compared
         return function.__qualname__
     given = [function.__defaults__, function.__kwdefaults__, *map(_content, function.__closure__ or ())]
     code = [Sight().see(function.__code__), *[describe(one, depth - 1) for one in given]]

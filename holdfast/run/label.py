@@ -82,12 +82,12 @@ def _functions(settings: Settings, update: Update) -> Label:
     described = {name: shortened(str(describe(function))) for name, function in label.items()}
     if update.scheduler is not None:
         described["the scheduler"] = shortened(settings_text(update.scheduler, ["optimizer"]))
-    elif update.rate is not None:
-        described["the learning rate"] = shortened(", ".join(str(_rate(update.rate, step)) for step in STEPS))
+    elif settings.schedule is not None:
+        described["the learning rate"] = shortened(", ".join(str(_rate(settings.schedule, step)) for step in STEPS))
     return described
 
 
-def _rate(schedule: Callable[[int], float], step: int) -> str | None:
+def _rate(schedule: Callable[[Any], Any], step: int) -> str | None:
     """Return the rate of a step; None if there is none: a schedule may know the run's own steps alone."""
     try:
         return describe(schedule(step))
