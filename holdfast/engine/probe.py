@@ -122,7 +122,12 @@ def _update(device: torch.device, dtype: torch.dtype, clipped: bool) -> Iterator
 
 
 def _numbers(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return fixed numbers between -2 and 2: from a hash of their name, so that no generator is touched."""
-    raw = hashlib.shake_256(f"holdfast probe {name}".encode()).digest(2 * math.prod(shape))
-    numbers = np.frombuffer(raw, dtype="<i2").astype(np.float32) / 2**14
-    return torch.from_numpy(numbers.reshape(shape)).to(device=device, dtype=dtype)
+    """Return fixed numbers, between 0.125 and 2 or negative, from a hash of their name: no generator is touched.
+
+    All their bits are random. Rounder numbers have exact sums, in which the order of adding does not show.
+    """
+    raw = hashlib.shake_256(f"holdfast probe {name}".encode()).digest(8 * math.prod(shape))
+    words = np.frombuffer(raw, dtype="<u8")
+    exponents = (words >> np.uint64(52) & np.uint64(3)) + np.uint64(1020)
+    bits = words & np.uint64(0x800F_FFFF_FFFF_FFFF) | exponents << np.uint64(52)  # sign and fraction are the hash's
+    return torch.from_numpy(bits.view(np.float64).reshape(shape)).to(device=device, dtype=dtype, copy=True)
