@@ -111,3 +111,21 @@ def test_a_host_with_another_script_is_refused_and_one_with_a_copy_joins(tmp_pat
     said = [line for line in result.said if "1.0 does not train the same as" in line]
     assert "the script is train.py " in said[0]
     assert not [event for event in result.of("commit") if event["worker"].startswith("1.")]
+
+
+def test_a_worker_may_import_what_others_do_not(tmp_path: Path) -> None:
+    """They train, save and resume together: what only one of them knows is not compared."""
+    (tmp_path / "pictures.py").write_text("BLACK = 0\n")
+    text = (
+        "import os\nif os.environ['RANK'] == '1': import pictures\n"
+        f"run = holdfast.Run(**settings, checkpoint={str(tmp_path / 'saved')!r})\n"
+        "assert ('the code of pictures.py' in run._progress.label) == (os.environ['RANK'] == '1')\n"
+        "list(run.steps(int(os.environ['STEPS'])))\n"
+    )
+    for steps in (2, 4):
+        result = launch(tmp_path, script=script(tmp_path, text), workers=2, environment={"STEPS": str(steps)})
+        assert result.code == 0
+    assert not result.of("checkpoint-failed")
+    assert [event["step"] for event in result.of("checkpoint")] == [2, 4]
+    assert len(result.of("resumed")) == 1
+    assert not [line for line in result.said if "differences" in line]
