@@ -71,7 +71,7 @@ class Stopped(SystemExit):
 class Client:
     """``Membership`` through the coordinator: a ``Seat`` (the state machine), with sockets and a thread that listens.
 
-    ``label`` describes the training; the coordinator refuses a worker whose label differs from the others'.
+    ``label``: facts about the training, by name; the coordinator refuses a worker whose facts differ from the others'.
     """
 
     def __init__(self, place: Place, *, label: Label) -> None:

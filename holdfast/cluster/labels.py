@@ -19,11 +19,11 @@ def difference(label: Mapping[str, str], other: Mapping[str, str], *, joint: str
     pictures, or a fact that a checkpoint of an older version does not have.
 
     >>> difference({"seed": "0", "clip_norm": "1"}, {"clip_norm": "2", "seed": "1", "torch": "2.13"})
-    'seed is 0 against 1, clip_norm is 1 against 2'
+    'seed is 0 against 1; clip_norm is 1 against 2'
     """
     names = [name for name in label if name in other and label[name] != other[name]]
     if not names:
         return None
     said = [f"{name} is {label[name]}{joint}{other[name]}" for name in names[:SHOWN]]
     more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    return ", ".join(said + more)
+    return "; ".join(said + more)

@@ -25,10 +25,10 @@ from holdfast.engine.profile.sight import Sight, origin
 from holdfast.words import count
 
 DIGITS = 8  # hexadecimal digits of a digest: 32 bits, enough for differences that nobody contrives
-LONG = 90  # letters of a value that is shown whole; a longer one is cut, and its digest added
+LONG = 120  # letters of a value that is shown whole; a longer one is cut, and its digest added
 DEPTH = 5  # values inside values; a deeper one is not compared, so that circles end
 ENTRIES = 1000  # of a container that is compared; of a larger one, such as a vocabulary, only the number is
-MOST = 200  # modules of a model that are named one by one; those of a larger model are joined
+MOST = 500  # modules of a model that are named one by one; those of a larger model are joined
 OF_A_MODULE = frozenset(vars(nn.Module()))
 OF_AN_OPTIMIZER = frozenset({"defaults", "state", "param_groups"})
 
@@ -41,8 +41,8 @@ def digest(text: str) -> str:
 def shortened(text: str) -> str:
     """Return a text in one line; the end of a long one is replaced by a digest of the whole.
 
-    >>> shortened("Linear(2, 1)"), shortened("x" * 100)[-12:]
-    ('Linear(2, 1)', 'xx… 09ecb6eb')
+    >>> shortened("Linear(2, 1)"), shortened("x" * 200)[-12:]
+    ('Linear(2, 1)', 'xx… aa20c23e')
     """
     text = " ".join(text.split())
     return text if len(text) <= LONG else f"{text[: LONG - DIGITS - 2]}… {digest(text)}"
@@ -163,18 +163,18 @@ def modules_of(model: nn.Module, most: int = MOST) -> dict[str, str]:
     {'': 'Sequential()', '0': 'ReLU(inplace=False)', '1': 'Dropout(inplace=False, p=0.5)'}
     """
     texts = {name: module_text(module) for name, module in model.named_modules()}
-    groups = {name: [text] for name, text in texts.items()}
-    for depth in range(max(name.count(".") for name in texts) + 1, -1, -1):
+    groups = {name: [name] for name in texts}  # the names of the modules that are described together
+    for depth in range(max(name.count(".") for name in texts), -1, -1):
         if len(groups) <= most:
             break
         groups = {}
-        for name, text in texts.items():
-            groups.setdefault(".".join(name.split(".")[:depth]), []).append(f"{name}: {text}")
-    return {name: _joined(group) for name, group in groups.items()}
+        for name in texts:
+            groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+    return {name: _joined({each: texts[each] for each in group}) for name, group in groups.items()}
 
 
-def _joined(texts: list[str]) -> str:
-    first, *others = texts
+def _joined(texts: dict[str, str]) -> str:
+    first, *others = texts.values()
     if not others:
         return shortened(first)
     return f"{shortened(first)} with {count(len(others), 'module')} in it, {digest(json.dumps(texts))}"

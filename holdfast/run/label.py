@@ -31,13 +31,15 @@ UPDATE = "the processor's probe of updates (machines of one kind agree)"
 
 
 def make_label(settings: Settings, engine: Engine) -> Label:
-    """Return what decides the weights of a run, by name: must be equal on all workers and whenever the run goes on.
+    """Return what decides the weights of a run, by name. It is the same on all workers and whenever the run goes on.
 
-    Files that only some workers have imported are named by those workers alone.
+    A file that only some workers have imported is in their labels alone.
     """
     label = _settings(settings, engine)
-    label |= {f"the optimizer's {name}": text for name, text in _optimizer(engine.update).items()}
-    label |= _functions(settings, engine.update)
+    update = engine.update
+    optimizer = optimizer_settings(update.optimizer, update.parameters)
+    label |= {f"the optimizer's {name}": text for name, text in optimizer.items()}
+    label |= _functions(settings, update)
     label |= {f"module {name or 'of the model'}": text for name, text in modules_of(engine.model.module).items()}
     script = code_of_the_script()
     label |= {} if script is None else {"the script": script}
@@ -72,19 +74,15 @@ def _without_addresses(text: str) -> str:
     return shortened(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
 
 
-def _optimizer(update: Update) -> Label:
-    return optimizer_settings(update.optimizer, update.parameters)
-
-
 def _functions(settings: Settings, update: Update) -> Label:
     """Return the functions that a user gives, and the rates of the schedule."""
-    label = {"the loss": settings.loss, "collate": settings.collate, "the schedule": settings.schedule}
-    described = {name: shortened(str(describe(function))) for name, function in label.items()}
+    given = {"the loss": settings.loss, "collate": settings.collate, "the schedule": settings.schedule}
+    label = {name: shortened(str(describe(function))) for name, function in given.items()}
     if update.scheduler is not None:
-        described["the scheduler"] = shortened(settings_text(update.scheduler, ["optimizer"]))
+        label["the scheduler"] = shortened(settings_text(update.scheduler, ["optimizer"]))
     elif settings.schedule is not None:
-        described["the learning rate"] = shortened(", ".join(str(_rate(settings.schedule, step)) for step in STEPS))
-    return described
+        label["the learning rate"] = shortened(", ".join(str(_rate(settings.schedule, step)) for step in STEPS))
+    return label
 
 
 def _rate(schedule: Callable[[Any], Any], step: int) -> str | None:
