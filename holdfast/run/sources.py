@@ -11,6 +11,7 @@ from functools import cache
 import holdfast
 from holdfast.run.describe import DIGITS
 
+FILES = 5000  # that are named at most: a label has to fit into a message of 1 MiB
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # a package manager looks after these
 # Folders of Python's own modules and of holdfast's, as they are named in ``__file__``.
 FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(holdfast.__file__))
@@ -49,7 +50,7 @@ def code_of_modules() -> dict[str, str]:
             continue
         if file != script and (content := _digest(file)) is not None:
             found[place] = content
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items())[:FILES])
 
 
 def _script() -> str | None:
