@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None  # to the coordinator; None while there is no connection
         self._serial = 0  # number of the next worker: a name is never used twice
         self._restarts = 0  # replacements so far
+        self._trained: set[str] = set()  # workers that were ever in a generation, as far as this agent was told
         self._slots = settings.workers  # workers that the coordinator may wait for
         self._begun = False  # a generation has formed
         self._leaving = False  # a signal has asked this agent to leave
@@ -236,15 +237,16 @@ class Agent:
                 if message["begun"]:  # what was told while the connection was lost
                     self._training_began()
                 if message["finishing"]:
-                    self._finish()
+                    self._finish(message["members"])
             elif kind == "generation":
+                self._trained.update(member["worker"] for member in message["generation"]["members"])
                 self._training_began()
             elif kind == "recovered":
                 self._recovered = True
             elif kind == "say":
                 self._say(message["text"])
             elif kind == "finishing":
-                self._finish()
+                self._finish(message["members"])
             elif kind == "kill" and message["worker"] in self.workers:
                 self.workers[message["worker"]].kill()
             elif kind == "stop":
@@ -295,9 +297,16 @@ class Agent:
         else:
             self._finish()
 
-    def _finish(self) -> None:
-        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done."""
+    def _finish(self, members: Collection[str] = ()) -> None:
+        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done.
+
+        Workers that have never trained are killed: one that hangs before it has connected would never end.
+        """
         self.finishing = True
+        self._trained.update(members)
+        for worker in self.workers.values() if self._trained else ():
+            if worker.name not in self._trained:
+                worker.kill()
         if not self.workers:
             self._end(0)
 

@@ -59,11 +59,14 @@ class Roster(Generations):
         self._errors: list[str] = []  # the last line of each error that ended a worker
         self._exits: dict[str, bool] = {}  # workers that ended with code 0, and whether their scripts were over
         self._next_host = settings.first_host
+        self._names: dict[str, str] = {}  # the incarnation of each worker that was ever heard of
 
     @property
     def deadline(self) -> float:
         """When the next ``Tick`` is due."""
         ends = [] if self._last_words is None else [self._last_words[0]]
+        if self.generation is None and self._now < self.first_look:
+            ends.append(self.first_look)
         return min([self._watch.deadline, *ends])
 
     def step(self, event: Event, now: float) -> list[Sent]:
@@ -146,7 +149,8 @@ class Roster(Generations):
         if hello["finished"]:
             self.finish()
         welcome = {"type": "welcome", "host": number, "master_port": self.settings.master_port}
-        welcome |= {"begun": self.generation is not None, "finishing": self._finishing}  # it may have missed that
+        # It may have missed what follows.
+        welcome |= {"begun": self.generation is not None, "finishing": self._finishing, "members": self.members}
         self._register.send(host.connection, welcome)
         self._register.log("host", host=number, slots=host.slots)
         self.kill_given_up()
@@ -171,6 +175,7 @@ class Roster(Generations):
             self._register.hang_up(connection)
             return
         self._register.add(worker)
+        self._names[worker.name] = worker.incarnation
         self.absent.pop(worker.name, None)
         for told in (self._called, self._invited):  # messages on its old connection may be lost: send them again
             told.discard(worker.name)
@@ -210,10 +215,7 @@ class Roster(Generations):
 
     def _is_another(self, name: str, incarnation: str) -> bool:
         """Whether a name belongs to another process: an agent that was started anew counts its workers from 0 again."""
-        if name in self.workers:
-            return self.workers[name].incarnation != incarnation
-        members = () if self.generation is None else self.generation.members
-        return any(member.worker == name and member.incarnation != incarnation for member in members)
+        return self._names.get(name, incarnation) != incarnation
 
     def _refuses_member(self, worker: Worker, known: Generation) -> Message | None:
         """Return why a worker that trains already cannot go on: the run has gone on without it."""
@@ -240,6 +242,9 @@ class Roster(Generations):
         self._begun = True
         if self._counts_more(known):
             self.generation, self.run = known, known.run
+            self._names |= {member.worker: member.incarnation for member in known.members}
+            for name in [n for n, w in self.workers.items() if self._is_another(n, w.incarnation)]:
+                self._dismiss(name, {"type": "stop", **_given_up(name, "another worker had this name before")})
             self.absent = {w: self._now for w in known.workers if w not in self.workers}
             for name in [n for n, w in self.workers.items() if not w.fresh and n not in known.workers]:
                 self._dismiss(name, {"type": "stop", **_given_up(name)})
@@ -350,6 +355,7 @@ class Roster(Generations):
         if self._last_words is not None and now >= self._last_words[0]:
             self.stop(3, self._last_words[1])
         if self.stopped or now < watch.deadline:
+            self.advance()  # some decisions wait for time to pass
             return
         awake = watch.look(now)
         self._register.send_all(self._register.everybody, {"type": "beat"})
@@ -372,7 +378,7 @@ class Roster(Generations):
                 self._give_up(name, "did not come back to the coordinator")
         self._look_for_hosts()
         self._look_for_disagreement()
-        self.advance()  # some decisions wait for time to pass
+        self.advance()
 
     def _give_up(self, name: str, cause: str) -> None:
         """Count a silent worker as lost, and have it killed: a hung process could come back to life later."""

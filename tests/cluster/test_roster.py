@@ -227,7 +227,8 @@ def test_an_agent_that_was_away_is_told_what_it_missed() -> None:
 
 def test_a_process_that_was_given_up_with_its_host_is_killed_when_that_is_back() -> None:
     table = Table(1, maximum_hosts=2)
-    table.agent(101, host=None, slots=1, begun=False, finished=False)
+    table.wait(1.0, 0, 100)
+    table.agent(101, agent="b", slots=1)
     table.hear(0, "progress", generation="1/", operation=1)
     table.worker(0, connection=1, worker="1.0")
     table.show(0, operation=1, boundary=True)
@@ -235,7 +236,7 @@ def test_a_process_that_was_given_up_with_its_host_is_killed_when_that_is_back()
     table.close(1)
     table.close(101)
     table.show(0, operation=2, broken=True)
-    sent = table.agent(111, host=1, slots=1, begun=True, finished=False)
+    sent = table.agent(111, agent="b", host=1, slots=1, begun=True, finished=False)
     assert "kill" in to(sent, 111)
 
 

@@ -7,7 +7,7 @@ a new roster, and everybody connects again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from holdfast.cluster import wire
@@ -133,11 +133,16 @@ class Coordinator:
         self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
         self._set_timer()
 
-    def crash(self, seconds: float) -> None:
-        """All connections break; another coordinator takes its place later."""
+    def crash(self, seconds: float, *, head: bool = False) -> None:
+        """All connections break; another coordinator takes its place later.
+
+        ``head``: its agent is started anew too, and knows nothing of the run.
+        """
         if self.over:
             return
         self._log("coordinator-restart")
+        if head:
+            self._run, self._starts = new_incarnation(), 0
         self.roster, self._missed = None, []
         for line in list(self._lines.values()):
             line.lose()
@@ -382,13 +387,14 @@ class Agent:
 
     def __init__(self, world: Any, coordinator: Coordinator, slots: int) -> None:
         self._world, self._coordinator, self._scheduler = world, coordinator, coordinator.scheduler
-        self._slots, self._serial = slots, 0
+        self.slots, self._serial = slots, 0
         self._line: Line | None = None
         self._incarnation = new_incarnation()
         self.host: int | None = None
         self.code: int | None = None  # how it ended
         self.workers: dict[str, Any] = {}
         self._said_bye = False
+        self._trained: set[str] = set()
         self._begun = self._finishing = self.leaving = self._recovered = False
         self._replacements: list[float] = []  # when each is started at the latest
         self._heard = 0.0
@@ -413,7 +419,7 @@ class Agent:
         self._scheduler.later(HEARTBEAT, self._listen)
 
     def hello(self) -> Message:
-        slots = 0 if self.leaving else self._slots
+        slots = 0 if self.leaving else self.slots
         words = {"role": "agent", "host": self.host, "agent": self._incarnation, "slots": slots}
         return words | {"begun": self._begun, "finished": self._finishing}
 
@@ -442,20 +448,21 @@ class Agent:
         if kind == "welcome":
             self._begun = self._begun or message["begun"]
             if message["finishing"]:
-                self._finish()
+                self._finish(message["members"])
         if kind == "beat":
             self._tell({"type": "beat"})
         elif kind == "welcome" and self.host is None:
             self.host = message["host"]
-            for _ in range(self._slots):
+            for _ in range(self.slots):
                 self._start()
         elif kind == "generation":
             self._begun = True
+            self._trained.update(member["worker"] for member in message["generation"]["members"])
         elif kind == "recovered":
             self._recovered = True
             self._replace()
         elif kind == "finishing":
-            self._finish()
+            self._finish(message["members"])
         elif kind == "kill" and message["worker"] in self.workers:
             self.workers[message["worker"]].kill()
         elif kind == "stop":
@@ -467,8 +474,12 @@ class Agent:
         else:
             self._finish()
 
-    def _finish(self) -> None:
+    def _finish(self, members: Collection[str] = ()) -> None:
         self._finishing = True
+        self._trained.update(members)
+        for worker in list(self.workers.values()) if self._trained else ():
+            if worker.name not in self._trained:
+                worker.kill()
         if not self.workers:
             self._end(0)
 

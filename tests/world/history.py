@@ -47,6 +47,7 @@ FAULTS = (
     "pause",
     "separate",
     "isolate",
+    "head",
 )
 
 
@@ -261,6 +262,8 @@ def strike(world: World, process: Process, kind: str) -> None:
         there = [agent for agent in world.agents if agent.code is None]
         if len(there) > 1:
             chance.choice(there).vanish()
+    elif kind == "head" and len([agent for agent in world.agents if agent.code is None]) > 1:
+        world.restart_head(chance.uniform(0.05, 8.0))
     elif kind in ("separate", "isolate"):
         cut_network(world, kind)
     elif kind == "drop line":

@@ -158,6 +158,16 @@ class World:
         self.log("joins", slots=slots)
         self.agents.append(Agent(self, self.coordinator, slots))
 
+    def restart_head(self, seconds: float) -> None:
+        """The first machine loses its power, with the coordinator; later it is back, and its agent is started anew."""
+        head = next((agent for agent in self.agents if agent.host == 0 and agent.code is None), None)
+        if head is None or self.coordinator.roster is None:
+            return
+        self.log("head", seconds=seconds)
+        self.coordinator.crash(seconds, head=True)
+        head.vanish()
+        self.scheduler.later(seconds, lambda: self.agents.append(Agent(self, self.coordinator, head.slots)))
+
     @property
     def process(self) -> Process:
         """The process that runs at the moment."""
