@@ -53,6 +53,7 @@ class AgentSettings:
     token: str = field(default_factory=wire.new_token, repr=False)  # secret that all machines of a run share
     max_restarts: int = 100  # workers that this agent replaces in all
     heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
+    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
     log_dir: Path = Path("holdfast-logs")  # folder of the workers' output and of events.jsonl
     environment: dict[str, str] = field(default_factory=dict)  # further environment variables of the workers
@@ -151,6 +152,7 @@ class Agent:
                 "minimum-hosts": settings.minimum_hosts,
                 "maximum-hosts": settings.maximum_hosts,
                 "heartbeat-timeout": settings.heartbeat_timeout,
+                "step-timeout": settings.step_timeout,
                 "patience": settings.patience,
                 "judge": settings.judge,
                 "master-port": self._keeper.master_port,
@@ -231,7 +233,7 @@ class Agent:
             message = wire.decode(line)
             kind = message["type"]
             if kind == "beat":
-                self._tell({"type": "beat"})
+                self._tell({"type": "beat", "starting": self._local.starting})
             elif kind == "welcome":
                 self._welcomed(message["host"], message["master_port"])
                 if message["begun"]:  # what was told while the connection was lost
@@ -248,7 +250,8 @@ class Agent:
             elif kind == "finishing":
                 self._finish(message["members"])
             elif kind == "kill" and message["worker"] in self.workers:
-                self.workers[message["worker"]].kill()
+                cause, details = message.get("cause", "it was given up"), message.get("details", {})
+                self._local.kill_hung(self.workers[message["worker"]], cause, details)
             elif kind == "stop":
                 self._told_to_stop(message["code"], message["message"])
                 return
