@@ -248,7 +248,7 @@ class Client:
 
     def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
         self.worker = name
-        self.seat = Seat(worker=name, address="", host=host, label="a world", incarnation=new_incarnation())
+        self.seat = Seat(worker=name, address="", host=host, label={"what": "a world"}, incarnation=new_incarnation())
         self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
         self._line: Line | None = None
         self._heard = self._alone_since = 0.0
