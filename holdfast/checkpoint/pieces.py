@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import CheckpointError
+
 Shape = tuple[int, ...]
+_LONG = "do not trust this checkpoint, or save it under shorter keys"
+NAME_LIMIT = 4096  # characters of a tensor's name: a tensor deep inside has the keys of all dicts above in its name
 NUMPY = "__numpy__"  # the only key of a dict in the tree that stands for a numpy array: its value is the tensor
 
 
@@ -295,6 +299,8 @@ def catalogue_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, T
     def walk(node: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(node, Stored | TensorEntry):
             name = name_of(path)
+            if len(name) > NAME_LIMIT:
+                raise CheckpointError(f"a tensor has a name of {len(name)} characters: {name[:60]}…", hint=_LONG)
             assert name not in found, f"two tensors are named {name}"
             found[name] = node if isinstance(node, TensorEntry) else entry_of(node)
             return Ref(name=name)

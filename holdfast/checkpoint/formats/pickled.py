@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, ClassVar, cast
 import torch
 
 from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, ZIP, Archive, StorageSpan, Window, legacy_spans
+from holdfast.checkpoint.formats.budget import Budget, check_number
 from holdfast.checkpoint.formats.rebuild import (
     ALLOWED,
     NumpyType,
@@ -28,7 +29,6 @@ from holdfast.checkpoint.formats.rebuild import (
     RawTensor,
     StorageType,
     Stub,
-    check_keys,
     shown,
     stub,
 )
@@ -54,7 +54,22 @@ _KEYS = {
     pickle.ADDITEMS: slice(None),
     pickle.FROZENSET: slice(None),
 }
-_SHARING = 1000  # how many times larger than its pickle a tree may be, by naming the same parts again and again
+_LINE = 1 << 20  # bytes of a line in a pickle of the oldest kind: a name, a number or a text
+# Bytes of memory for what an instruction makes. Those that are not here make nothing, or push a few bytes.
+_COSTS = {
+    **dict.fromkeys((pickle.MARK, pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT, pickle.DICT), 72),
+    **dict.fromkeys(
+        (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.GLOBAL, pickle.STACK_GLOBAL), 64
+    ),
+    **dict.fromkeys((pickle.EMPTY_SET, pickle.FROZENSET), 224),
+    **dict.fromkeys((pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE), 80),
+    **dict.fromkeys((pickle.PERSID, pickle.BINPERSID), 400),
+}
+_NUMBERS = (pickle.INT, pickle.LONG, pickle.LONG1, pickle.LONG4)
+_NODE = 150  # bytes of a cleaned container: itself, and the note that it is done
+_COPY = 64  # bytes of a container in the tree, under each of its names
+_TENSOR = 1500  # bytes of a tensor in a catalogue: its name, its entry, piece and boxes
+_SENTENCE = 400  # bytes of the sentence that says that a value has become something else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +125,7 @@ class PickleFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self.bytes = os.fstat(self._fd).st_size
+        self._budget = Budget(self.bytes)
 
     def __enter__(self) -> PickleFile:
         return self
@@ -131,13 +147,15 @@ class PickleFile:
                 f"{where} should have {length} bytes, the file has {self.bytes}", hint="copy it again"
             )
         stream = self.window(offset, length)
-        reader = _Reader(file=self.name, where=where, allow=allow)
+        reader = _Reader(file=self.name, where=where, allow=allow, budget=self._budget)
         try:
             return _load(stream, reader, start=offset, length=length)
         except PickleRefused as error:
             raise CheckpointError(f"{where} is refused: {error}", hint=error.hint) from error
         except RecursionError as error:
             raise CheckpointError(f"{where} is refused: it is nested too deeply") from error
+        except MemoryError as error:
+            raise CheckpointError(f"{where} needs more memory than there is") from error
         except OSError as error:
             raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
 
@@ -146,23 +164,23 @@ def _load(stream: BinaryIO, reader: _Reader, *, start: int, length: int) -> Any:
     if stream.read(4) == ZIP:
         archive = Archive(stream, start=start, length=length, where=reader.where)
         code = archive.read("data.pkl")
-        return reader.read(io.BytesIO(code), lambda key: archive.span(f"data/{key}"), size=len(code))
+        return reader.read(io.BytesIO(code), lambda key: archive.span(f"data/{key}"))
     stream.seek(0)
-    first = reader.read(stream, None, size=length)
+    first = reader.read(stream, None)
     if first != LEGACY_MAGIC:
         return first
-    reader.read(stream, None, size=length)  # the version of the protocol
-    system = reader.read(stream, None, size=length)
+    reader.read(stream, None)  # the version of the protocol
+    system = reader.read(stream, None)
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise PickleRefused("it was not written on a little-endian machine", "only little-endian files are read")
     at = stream.tell()
     # The places of the storages stand behind the tree that needs them, so the tree is read twice.
-    reader.read(stream, lambda _: StorageSpan(offset=0, length=1 << 62), size=length)
-    keys = reader.read(stream, None, size=length)
+    reader.read(stream, lambda _: StorageSpan(offset=0, length=1 << 62))
+    keys = reader.read(stream, None)
     itemsizes = {key: kind.dtype.itemsize for key, kind in reader.storages.items()}
     locate = legacy_spans(stream, keys, itemsizes, start=start, length=length, where=reader.where)
     stream.seek(at)
-    return reader.read(stream, locate, size=length)
+    return reader.read(stream, locate)
 
 
 @dataclass(kw_only=True)
@@ -172,17 +190,18 @@ class _Reader:
     file: str
     where: str
     allow: Allow
+    budget: Budget
     storages: dict[str, StorageType] = field(default_factory=dict)
 
-    def read(self, stream: BinaryIO, locate: Callable[[str], StorageSpan] | None, *, size: int) -> Any:
-        """The next pickle of a stream of ``size`` bytes; ``locate`` gives the bytes of a storage."""
+    def read(self, stream: BinaryIO, locate: Callable[[str], StorageSpan] | None) -> Any:
+        """The next pickle of a stream; ``locate`` gives the bytes of a storage."""
         try:
             found = _Unpickler(stream, reader=self, locate=locate).load()
-        except (PickleRefused, CheckpointError, OSError, RecursionError):
+        except (PickleRefused, CheckpointError, OSError, RecursionError, MemoryError):
             raise
         except Exception as error:  # bytes that are no pickle can raise anything
-            raise PickleRefused(f"it is not a readable pickle, {error}", DAMAGED) from error
-        return _Cleaner(file=self.file).clean(found, limit=size * _SHARING)
+            raise PickleRefused(f"it is not a readable pickle, {shown(str(error))}", DAMAGED) from error
+        return _Cleaner(file=self.file, budget=self.budget).clean(found)
 
     def find(self, module: str, name: str) -> Any:
         """The stand-in for a class or function that a pickle names; refuses all that are not listed."""
@@ -199,27 +218,88 @@ class _Reader:
         )
 
 
-def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    def checked(unpickler: Any) -> None:
-        check_keys(unpickler.stack[keys])
+class _Meter:
+    """A stream for an unpickler: each byte that is read earns some budget, and no read asks for more than there is."""
+
+    def __init__(self, stream: BinaryIO, budget: Budget) -> None:
+        self._stream, self._budget = stream, budget
+
+    def read(self, size: int) -> bytes:
+        """So many bytes, or fewer at the end."""
+        parts = []
+        while size > 0:  # in steps: Python would claim as much memory as a file asks for, before it reads
+            parts.append(self._stream.read(min(size, _LINE)))
+            size -= len(parts[-1])
+            if not parts[-1]:
+                break
+        found = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._budget.earn(len(found))
+        return found
+
+    def readline(self) -> bytes:
+        """The next line."""
+        found = self._stream.readline(_LINE)
+        if len(found) == _LINE:
+            raise PickleRefused("its pickle has a line that does not end", DAMAGED)
+        self._budget.earn(len(found))
+        return found
+
+
+Load = Callable[[Any], None]  # what an unpickler does for one instruction
+
+
+def _paid(load: Load, cost: Callable[[Any], None]) -> Load:
+    def paid(unpickler: Any) -> None:
+        cost(unpickler)
         load(unpickler)
 
-    return checked
+    return paid
+
+
+def _metered(dispatch: dict[int, Load]) -> dict[int, Load]:
+    """The instructions of an unpickler, each with its price."""
+    made = dict(dispatch)
+
+    def price(code: bytes, cost: Callable[[Any], None]) -> None:
+        made[code[0]] = _paid(made[code[0]], cost)
+
+    def number(load: Load) -> Load:
+        def checked(unpickler: Any) -> None:
+            load(unpickler)
+            check_number(unpickler.stack[-1])
+
+        return checked
+
+    def refuse(unpickler: Any) -> None:
+        raise PickleRefused("it holds a bytearray or a buffer, which is no plain data")
+
+    for code, cost in _COSTS.items():
+        price(code, lambda unpickler, cost=cost: unpickler.budget.spend(cost))  # type: ignore[misc]
+    for code, keys in _KEYS.items():
+        price(code, lambda unpickler, keys=keys: unpickler.budget.keys(unpickler.stack[keys]))  # type: ignore[misc]
+    for code in _NUMBERS:
+        made[code[0]] = number(made[code[0]])
+    price(pickle.REDUCE, lambda unpickler: unpickler.budget.call(unpickler.stack[-2], unpickler.stack[-1]))
+    price(pickle.NEWOBJ, lambda unpickler: unpickler.budget.call(unpickler.stack[-2], unpickler.stack[-1]))
+    price(pickle.NEWOBJ_EX, lambda unpickler: unpickler.budget.call(unpickler.stack[-3], unpickler.stack[-2]))
+    price(pickle.OBJ, lambda unpickler: unpickler.budget.call(unpickler.stack[0], unpickler.stack[1:]))
+    price(pickle.INST, lambda unpickler: unpickler.budget.call(None, unpickler.stack))
+    price(pickle.BUILD, lambda unpickler: unpickler.budget.state(unpickler.stack[-1]))
+    made[pickle.BYTEARRAY8[0]] = made[pickle.NEXT_BUFFER[0]] = refuse
+    return made
 
 
 class _Unpickler(pickle._Unpickler):
-    """An unpickler that reaches only what its reader allows.
+    """An unpickler that reaches only what its reader allows, and pays for what it makes.
 
     Based on the one in Python: in the faster one in C, a pickle of ten bytes can claim 64 GB for its memo.
     """
 
-    dispatch: ClassVar = {
-        **pickle._Unpickler.dispatch,
-        **{code[0]: _checked(pickle._Unpickler.dispatch[code[0]], keys) for code, keys in _KEYS.items()},
-    }
+    dispatch: ClassVar = _metered(pickle._Unpickler.dispatch)
 
     def __init__(self, stream: BinaryIO, *, reader: _Reader, locate: Callable[[str], StorageSpan] | None) -> None:
-        super().__init__(stream)
+        super().__init__(_Meter(stream, reader.budget))
+        self.budget = reader.budget
         self._reader, self._locate = reader, locate
         self._known: dict[tuple[str, str], Any] = {}
 
@@ -254,23 +334,27 @@ class _Unpickler(pickle._Unpickler):
 
 @dataclass
 class _Cleaner:
-    """Turns what the unpickler made into plain dicts, lists and tuples, ``Stored`` and ``Foreign``."""
+    """Turns what the unpickler made into plain dicts, lists and tuples, ``Stored`` and ``Foreign``.
+
+    What is done is noted with two numbers: the memory it will take in a tree, and the bytes that its tensors have.
+    Those of a part that has many names count under each of them, since nothing is shared in a catalogue.
+    """
 
     file: str
-    done: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    budget: Budget
+    done: dict[int, tuple[Any, int, int]] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)
 
-    def clean(self, found: Any, *, limit: int) -> Any:
-        """The plain form of a tree of at most ``limit`` nodes; refuses loops."""
-        made, size = self._clean(found)
-        if size > limit:
-            raise PickleRefused("its pickle repeats its own parts without end")
+    def clean(self, found: Any) -> Any:
+        """The plain form of a tree; refuses loops, and what is too large."""
+        made, size, claimed = self._clean(found)
+        self.budget.spend(size)
+        self.budget.claim(claimed)
         return made
 
-    def _clean(self, node: Any) -> tuple[Any, int]:
-        """The plain form of a node, and how many nodes it stands for."""
+    def _clean(self, node: Any) -> tuple[Any, int, int]:
         if type(node) in _LEAVES:
-            return node, 1
+            return node, 8, 0
         if id(node) in self.done:
             return self.done[id(node)]
         if id(node) in self.open:
@@ -280,40 +364,62 @@ class _Cleaner:
         self.open.remove(id(node))
         return self.done[id(node)]
 
-    def _make(self, node: Any) -> tuple[Any, int]:
+    def _make(self, node: Any) -> tuple[Any, int, int]:
+        self.budget.spend(_NODE)
         if isinstance(node, RawTensor):
-            at, kind, shape = node.offset, node.dtype, node.shape
-            return Stored(file=self.file, offset=at, dtype=kind, shape=shape, strides=node.strides), 1
+            return self._stored(node.offset, node.dtype, node.shape, node.strides)
         if isinstance(node, RawStorage):
-            at, kind, shape = node.offset, node.dtype, (node.nbytes // node.dtype.itemsize,)
-            return Stored(file=self.file, offset=at, dtype=kind, shape=shape, strides=(1,)), 1
+            return self._stored(node.offset, node.dtype, (node.nbytes // node.dtype.itemsize,), (1,))
         if isinstance(node, RawArray):
             if node.value is None:
                 raise PickleRefused("it holds a numpy array without its data", DAMAGED)
-            return node.value, 1
+            return node.value, _SENTENCE + 40 * node.value.size, 0  # it becomes a list
         if isinstance(node, NumpyType):
-            return Foreign(module="numpy", name="dtype", args=(node.code,)), 1
+            return Foreign(module="numpy", name="dtype", args=(node.code,)), _COPY, 0
         if isinstance(node, Stub):
-            (args, state), size = self._items((node.args, node.state))
-            return Foreign(module=node.module, name=node.name, args=args, state=state), size
+            (args, state), size, claimed = self._items((node.args, node.state))
+            return Foreign(module=node.module, name=node.name, args=args, state=state), 4 * _COPY + size, claimed
         if isinstance(node, dict):
-            keys, size = self._items(node)
-            values, more = self._items(node.values())
-            check_keys(keys)
-            return dict(zip(keys, values, strict=True)), size + more
-        if isinstance(node, list | tuple | set | frozenset):
-            items, size = self._items(node)
-            check_keys(items if isinstance(node, set | frozenset) else ())
-            return type(node)(items), size
-        return node if isinstance(node, torch.dtype | torch.device | complex) else _named(node), 1
+            return self._dict(node)
+        if isinstance(node, list | tuple):
+            items, size, claimed = self._items(node)
+            return type(node)(items), size, claimed
+        if isinstance(node, set | frozenset):
+            items, size, claimed = self._items(node)
+            self.budget.keys(items)
+            return type(node)(items), _SENTENCE + size + 64 * len(node), claimed
+        made = node if isinstance(node, torch.dtype | torch.device | complex) else _named(node)
+        return made, _SENTENCE, 0
 
-    def _items(self, nodes: Iterable[Any]) -> tuple[list[Any], int]:
-        items, size = [], 1
+    def _dict(self, node: dict[Any, Any]) -> tuple[dict[Any, Any], int, int]:
+        self.budget.spend(16 * len(node))
+        made: list[tuple[Any, Any]] = []
+        size, claimed = _COPY, 0
+        for key, value in node.items():
+            clean_key, more, _ = self._clean(key)
+            item, below, bytes = self._clean(value)
+            made.append((clean_key, item))
+            # What lies below has the key in its name.
+            size += 32 + more + below + (len(key) * (1 + below // _COPY) if isinstance(key, str) else 0)
+            claimed += bytes
+        self.budget.keys(key for key, _ in made)
+        return dict(made), size, claimed
+
+    def _stored(
+        self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[Stored, int, int]:
+        stored = Stored(file=self.file, offset=offset, dtype=dtype, shape=shape, strides=strides)
+        return stored, _TENSOR, stored.nbytes
+
+    def _items(self, nodes: Collection[Any]) -> tuple[list[Any], int, int]:
+        self.budget.spend(8 * len(nodes))
+        items, size, claimed = [], _COPY, 0
         for node in nodes:
-            item, more = (node, 1) if type(node) in _LEAVES else self._clean(node)
+            item, more, bytes = (node, 8, 0) if type(node) in _LEAVES else self._clean(node)
             items.append(item)
             size += more
-        return items, size
+            claimed += bytes
+        return items, size, claimed
 
 
 def _named(node: Any) -> Foreign:
