@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from holdfast.checkpoint.disk import (
     sync_folder,
     write_durably,
 )
-from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, take_out, whole
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, whole
 from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS
+from holdfast.checkpoint.tiling import sources, tiles
 from holdfast.errors import CheckpointError
 
 NAME = "index.json"
@@ -192,8 +193,10 @@ def read(path: Path) -> Catalogue:
     index = _parse(path / NAME)
     try:
         return _catalogue(path, index)
+    except CheckpointError as e:
+        raise CheckpointError(f"{path / NAME} is not a valid index: {e}") from e
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
-        raise CheckpointError(f"{path / NAME} is not a valid index: {e!r}") from e
+        raise CheckpointError(f"{path / NAME} is not a valid index: {_cut(repr(e))}") from e
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -247,6 +250,11 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
     )
 
 
+def _cut(text: str) -> str:
+    """A text for an error, not longer than a few lines: what an index holds may be as long as the file."""
+    return text if len(text) <= 400 else f"{text[:400]}…"
+
+
 def _count(value: Any) -> int:
     """A number of things or of bytes. Python would also take -1, True and 4.0 for one."""
     if type(value) is not int or not 0 <= value < 1 << 60:
@@ -284,19 +292,24 @@ def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[
     if math.prod(max(n, 1) for n in shape) >= 1 << 60:
         raise ValueError(f"{name} has shape {shape}, which no memory can hold")
     pieces = []
-    left = [whole(shape)] if math.prod(shape) else []
     for number, position, offset, size in item["pieces"]:
         box = Box(offset=_counts(offset), shape=_counts(size))
         stored = dense(file=names[_count(number)], offset=_count(position), dtype=dtype, shape=box.shape)
         if stored.offset + stored.span > files[stored.file].bytes:
             raise ValueError(f"a piece of {name} lies outside of {stored.file}")
         pieces.append(Piece(box=box, stored=stored))
-        inside, left = take_out(left, box)
-        if sum(common.numel for common in inside) != box.numel:
-            raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
-    if left:
-        raise ValueError(f"no piece holds {left[0]} of {name}")
+    if not tiles((piece.box for piece in pieces), whole(shape)):
+        raise ValueError(_untiled(name, shape, [piece.box for piece in pieces]))
     return TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces))
+
+
+def _untiled(name: str, shape: Shape, boxes: Sequence[Box]) -> str:
+    """A sentence about boxes that do not cover a tensor exactly once; ``CheckpointError`` if they overlap wildly."""
+    whole_rank = [box for box in boxes if len(box.offset) == len(box.shape) == len(shape)]
+    _, left = sources(whole(shape), whole_rank)
+    if left:
+        return f"no piece holds {left[0]} of {name}"
+    return f"two of the {len(boxes)} pieces of {name} hold the same part, or one lies outside of its shape {shape}"
 
 
 def _refuse_shared_bytes(tensors: Mapping[str, TensorEntry]) -> None:

@@ -143,7 +143,8 @@ def test_honest_pickles_have_what_they_need(tmp_path: Path, protocol: int) -> No
     }
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(values, protocol))
     assert load(tmp_path / "a.pkl", root=tmp_path) == values
-    torch.save(
-        {**values, "array": np.arange(9000), "tied": [shared] * 100}, tmp_path / "a.pt", pickle_protocol=protocol
-    )
-    assert len(open_checkpoint(tmp_path / "a.pt").tensors) == 100
+
+
+def test_tied_tensors_and_arrays_have_what_they_need(tmp_path: Path) -> None:
+    torch.save({"array": np.arange(9000), "tied": [torch.ones(3)] * 1000}, tmp_path / "a.pt")
+    assert len(open_checkpoint(tmp_path / "a.pt").tensors) == 1000
