@@ -30,6 +30,7 @@ from holdfast.checkpoint.disk import (
     sync_folder,
     write_durably,
 )
+from holdfast.checkpoint.inside import check_inside, read_begin, read_regular
 from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, whole
 from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS
 from holdfast.checkpoint.tiling import sources, tiles
@@ -163,7 +164,7 @@ def recognise(path: Path) -> bool:
     """
     try:
         return _is_ours(path)
-    except OSError:
+    except (OSError, CheckpointError):
         return False
 
 
@@ -171,8 +172,7 @@ def _is_ours(folder: Path, save: str = "") -> bool:
     """Whether a folder has data files of ours (except those of ``save``), or an index that begins as ours does."""
     if any(_DATA.fullmatch(name) and not (save and save in name) for name in os.listdir(folder)):
         return True
-    with (folder / NAME).open("rb") as file:
-        return file.read(9) == _PREFIX[:9].encode()
+    return (folder / NAME).is_file() and read_begin(folder / NAME, 9) == _PREFIX[:9].encode()
 
 
 def open(path: Path) -> Catalogue:
@@ -182,6 +182,7 @@ def open(path: Path) -> Catalogue:
     """
     catalogue = read(path)
     for name, file in catalogue.files.items():
+        check_inside(path / name, path)
         _check_file(path / name, file)
     return catalogue
 
@@ -201,7 +202,7 @@ def read(path: Path) -> Catalogue:
 
 def _parse(path: Path) -> dict[str, Any]:
     with explained(path, "read"):
-        text = path.read_bytes()
+        text = read_regular(path, path.parent)
     length = len(_PREFIX % ("0" * 16))
     body = text[length:-1]
     expected = f"{_PREFIX % _checksum(body)}".encode()

@@ -32,6 +32,7 @@ from holdfast.checkpoint.formats.rebuild import (
     shown,
     stub,
 )
+from holdfast.checkpoint.inside import check_inside, open_regular
 from holdfast.checkpoint.pieces import Stored
 from holdfast.errors import CheckpointError
 
@@ -97,12 +98,14 @@ class Foreign:
             return hash((self.module, self.name))
 
 
-def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, allow: Allow = ()) -> Any:
+def load(
+    path: Path, *, root: Path, offset: int = 0, length: int | None = None, allow: Allow = (), given: bool = False
+) -> Any:
     """Reads what ``torch.save`` or ``pickle`` wrote into a file, or into some bytes of it, with ``Stored`` for tensors.
 
     ``root`` is the checkpoint's folder, to which names of files are relative; ``allow`` are further classes that may
-    appear, as :class:`Foreign`. Raises ``CheckpointError`` for a damaged file, and for a pickle that does more than
-    hold data.
+    appear, as :class:`Foreign`; ``given``: the user has named this file, so it may be a link to elsewhere. Raises
+    ``CheckpointError`` for a damaged file, and for a pickle that does more than hold data or wants too much memory.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -111,17 +114,22 @@ def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, 
     >>> tree["step"], tree["w"].file, tree["w"].shape
     (7, 'a.pt', (2, 3))
     """
-    with PickleFile(path, root=root) as source:
+    with PickleFile(path, root=root, given=given) as source:
         return source.load(offset=offset, length=length, allow=allow)
 
 
 class PickleFile:
-    """An open file with pickles: one, or thousands of small ones at their offsets."""
+    """An open file with pickles: one, or thousands of small ones at their offsets.
 
-    def __init__(self, path: Path, *, root: Path) -> None:
+    It must not lead out of the folder ``root``, unless it is ``given`` by the user.
+    """
+
+    def __init__(self, path: Path, *, root: Path, given: bool = False) -> None:
         self.path, self.name = path, path.relative_to(root).as_posix()
+        if not given:
+            check_inside(path, root)
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._fd = open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self.bytes = os.fstat(self._fd).st_size
