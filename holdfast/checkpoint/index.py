@@ -197,7 +197,7 @@ def read(path: Path) -> Catalogue:
     except CheckpointError as e:
         raise CheckpointError(f"{path / NAME} is not a valid index: {e}") from e
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
-        raise CheckpointError(f"{path / NAME} is not a valid index: {_cut(repr(e))}") from e
+        raise CheckpointError(f"{path / NAME} is not a valid index: {e!r:.400}") from e
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -249,11 +249,6 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
         buffers=_texts(index["buffers"]),
         details=_dict(index["details"]),
     )
-
-
-def _cut(text: str) -> str:
-    """A text for an error, not longer than a few lines: what an index holds may be as long as the file."""
-    return text if len(text) <= 400 else f"{text[:400]}…"
 
 
 def _count(value: Any) -> int:

@@ -34,6 +34,7 @@ _MODULES = {
     "torch": "holdfast.checkpoint.formats.torchsave",
     "fragments": "holdfast.checkpoint.formats.fragments",
 }
+_SENTENCE = 2000  # characters of an error: a name or a value in a file may be as long as the file
 _DISTRUST = "it is damaged; copy it again, or do not trust it"
 
 
@@ -95,6 +96,10 @@ def only_named_errors(place: Path, format: str) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointError as error:
+        if len(str(error)) <= _SENTENCE:
+            raise
+        raise CheckpointError(f"{str(error)[:_SENTENCE]}…") from error
     except HoldfastError:
         raise
     except RecursionError as error:

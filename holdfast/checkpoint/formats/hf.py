@@ -127,7 +127,7 @@ def _read_index(folder: Path) -> dict[str, str]:
             for name, file in json.loads(read_regular(where, folder))["weight_map"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{where} is damaged: {error!r}", hint=_INCOMPLETE) from error
+        raise CheckpointError(f"{where} is damaged: {error!r:.300}", hint=_INCOMPLETE) from error
     if not index:
         raise CheckpointError(f"{where} names no tensor", hint=_INCOMPLETE)
     for name, file in index.items():
@@ -198,7 +198,7 @@ def _offsets(metadata: Mapping[str, str], where: Path) -> dict[str, Shape] | Non
     try:
         return {name: tuple(map(int, item["saved_offsets"])) for name, item in json.loads(metadata[_OFFSETS]).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: its {_OFFSETS} is damaged: {error!r}", hint=_INCOMPLETE) from error
+        raise CheckpointError(f"{where}: its {_OFFSETS} is damaged: {error!r:.300}", hint=_INCOMPLETE) from error
 
 
 def _entry(name: str, parts: list[_TensorPart], root: Path) -> TensorEntry:

@@ -77,7 +77,7 @@ def _refuse_others(path: Path) -> None:
     try:
         backend = json.loads(read_regular(path / _CONFIG, path))["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path / _CONFIG} does not say what the checkpoint is: {error!r}") from error
+        raise CheckpointError(f"{path / _CONFIG} does not say what the checkpoint is: {error!r:.300}") from error
     if backend != "torch_dist":
         hint = "load it with Megatron and save it with --ckpt-format torch_dist"
         raise CheckpointError(f"{path} is stored as {backend}, which cannot be read", hint=hint)

@@ -145,6 +145,14 @@ class PickleFile:
         """A part of the file, as a file."""
         return cast(BinaryIO, io.BufferedReader(Window(self._fd, start=offset, length=length)))
 
+    def claim(self, found: Any) -> None:
+        """Counts the bytes of what was loaded once more, for another name that it has."""
+        try:
+            self._budget.claim(found.nbytes if isinstance(found, Stored) else 0)
+            self._budget.spend(_TENSOR)
+        except PickleRefused as error:
+            raise CheckpointError(f"{self.path} is refused: {error}", hint=error.hint) from error
+
     def load(self, *, offset: int = 0, length: int | None = None, allow: Allow = (), name: str = "") -> Any:
         """Reads what was saved at an offset, see :func:`load`; ``name`` says in errors what it should be."""
         where = f"{self.path} at byte {offset}" if offset or length is not None else str(self.path)
