@@ -37,6 +37,7 @@ from holdfast.checkpoint.tiling import sources, tiles
 from holdfast.errors import CheckpointError
 
 NAME = "index.json"
+LAST = 1 << 37  # seconds since 1970, about the year 6300: later times are in no calendar
 VERSION = 1  # of the format; a reader refuses any other
 _PREFIX = '{"xxh3":"%s","index":'
 _DATA = re.compile(r"data-[0-9a-f]{12}-\d+\.safetensors")
@@ -247,7 +248,7 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
         tied=dict(zip(index["tied"], _texts(index["tied"].values()), strict=True)),
         frozen=_texts(index["frozen"]),
         buffers=_texts(index["buffers"]),
-        details=_dict(index["details"]),
+        details=_details(index["details"]),
     )
 
 
@@ -273,6 +274,18 @@ def _dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is no object")
     return value
+
+
+def _details(value: Any) -> dict[str, Any]:
+    """The details of an index, of which commands show a time and sentences."""
+    details = _dict(value)
+    saved = details.get("saved", 0)
+    if type(saved) not in (int, float) or not 0 <= saved < LAST:
+        raise ValueError(f"it was saved at {saved!r:.50}, which is no time")
+    if not isinstance(details.get("left_out", []), list):
+        raise ValueError("it does not list what was left out")
+    _texts(details.get("left_out", []))
+    return details
 
 
 def _ref(name: Any, tensors: Mapping[str, TensorEntry]) -> Ref:

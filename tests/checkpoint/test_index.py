@@ -288,6 +288,8 @@ HOSTILE: dict[str, Change] = {
     "a tree with a dict for a key": lambda said: said["tree"].update(x={"$items": [[{}, 1]]}),
     "a tree with bytes that are none": lambda said: said["tree"].update(x={"$bytes": "a"}),
     "tied to nothing": lambda said: said.update(tied={"a": 5}),
+    "a time that is none": lambda said: said["details"].update(saved=1e300),
+    "sentences that are numbers": lambda said: said["details"].update(left_out=[1]),
     "frozen numbers": lambda said: said.update(frozen=[1]),
 }
 
