@@ -347,3 +347,11 @@ def test_ls_of_a_relative_path_is_that_of_an_absolute_one(tmp_path: Path, monkey
     assert [one.path for one in relative] == [Path("run/step-00000001"), Path("run/step-00000002")]
     assert [one.path for one in absolute] == [tmp_path / one.path for one in relative]
     assert [one.newest for one in relative] == [False, True]
+
+
+def test_names_in_a_checkpoint_do_not_steer_the_terminal(holdfast, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"model": {"w\x1b[2J\u202e": torch.ones(2)}, "note": "\x1b]0;title\x07"})
+    said = holdfast("inspect", tmp_path / "a")
+    assert said.code == 0
+    assert "w\\x1b[2J\\u202e" in said.out
+    assert not {"\x1b", "\x07", "\u202e"} & {*said.out}
