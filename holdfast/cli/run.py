@@ -15,6 +15,7 @@ import typer
 from holdfast.cluster import faults
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.handshake import MINIMUM_TOKEN, new_token
+from holdfast.cluster.stuck import StepTimeout
 from holdfast.cluster.tensor_tls import encrypted_tensors
 from holdfast.cluster.tls import TlsSettings
 from holdfast.errors import UsageError
@@ -41,6 +42,13 @@ def run(
     heartbeat_timeout: Annotated[
         float, typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost.")
     ] = 5.0,
+    step_timeout: Annotated[
+        str,
+        typer.Option(
+            help="Seconds without a sign of progress after which a worker counts as hung, in a step or as STEP:OTHER "
+            "for everything else too; auto: a multiple of the slowest recent step; off."
+        ),
+    ] = "auto",
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for missing machines.")] = 30.0,
     log_dir: Annotated[Path, typer.Option(help="For the workers' output and events.jsonl.")] = Path("holdfast-logs"),
     token_file: Annotated[
@@ -65,6 +73,7 @@ def run(
     faults.parse(os.environ.get("HOLDFAST_FAULTS", ""))  # a misspelt fault must not pass for a survived one
     if not module and not Path(command[0]).is_file():
         raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
+    StepTimeout.parse(step_timeout)  # refuse a bad one here, where the user sees it
     tls = TlsSettings.given(tls_cert, tls_key, tls_ca, endpoint=rdzv_endpoint)
     settings = AgentSettings(
         command=command,
@@ -81,6 +90,7 @@ def run(
         environment=encrypted_tensors(tls, asked=tls_tensors),
         max_restarts=max_restarts,
         heartbeat_timeout=heartbeat_timeout,
+        step_timeout=step_timeout,
         patience=patience,
         log_dir=log_dir,
     )
