@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -62,9 +63,19 @@ def pass_on(tell: Callable[[str], None]) -> None:
         signal.signal(number, handle)
         signal.siginterrupt(number, False)  # system calls of other threads, Gloo's among them, go on
 
+    masks = threading.local()  # of the thread that forks
+
+    def hold() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
     def restore() -> None:
         for number in NOTICES:
             if signal.getsignal(number) is handle:  # else the script has set its own
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        release()
 
-    os.register_at_fork(after_in_child=restore)
+    # Held back meanwhile: Python forgets a signal that reaches a child before it has come to ``restore``.
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
