@@ -37,7 +37,11 @@ SAVED = {"report": "saved", "step": 7}
     [
         (signal.SIGUSR1, "1120", 120.0),
         (signal.SIGUSR2, "1015", 15.0),
-        (signal.SIGTERM, "1120", DEFAULT_SECONDS),  # a preemption, or the end itself: KillWait is not in the environment
+        (
+            signal.SIGTERM,
+            "1120",
+            DEFAULT_SECONDS,
+        ),  # a preemption, or the end itself: KillWait is not in the environment
         (signal.SIGUSR1, "999", DEFAULT_SECONDS),  # the end was before
         (signal.SIGUSR1, "9999999999", DEFAULT_SECONDS),  # no limit of time
         (signal.SIGUSR1, "soon", DEFAULT_SECONDS),

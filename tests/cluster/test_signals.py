@@ -102,3 +102,13 @@ def test_this_process_gets_a_notice_that_came_while_it_was_held() -> None:
         return (held, told) == ([], ["SIGTERM"])
 
     assert forked(check)
+
+
+def test_a_closed_terminal_is_a_notice_but_not_under_nohup() -> None:
+    def check() -> bool:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        usually = signal.SIGHUP in signals.notices()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return usually and signal.SIGHUP not in signals.notices()
+
+    assert forked(check)
