@@ -22,7 +22,7 @@ from holdfast.cluster.events import Events
 from holdfast.cluster.grace import Departure
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
-from holdfast.cluster.membership import GIVEN_UP
+from holdfast.cluster.membership import GIVEN_UP, new_incarnation
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
 
@@ -99,6 +99,7 @@ class Agent:
             ended=self._ended,
             reported=self._reported,
         )
+        self._incarnation = new_incarnation()
         self._own_address = LOOPBACK  # this machine's address, as the coordinator reaches it
         self._master_port = 0  # MASTER_PORT of all scripts of the run, told by the coordinator
         self._writer: asyncio.StreamWriter | None = None  # to the coordinator; None while there is no connection
@@ -167,6 +168,7 @@ class Agent:
                 "patience": settings.patience,
                 "judge": settings.judge,
                 "master-port": self._keeper.master_port,
+                "run": self._incarnation,
             }
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             jobs.append(self._keeper.keep(words, settings.token, lambda: self._events.write("coordinator-restart")))
@@ -212,7 +214,8 @@ class Agent:
         since = time.monotonic()
         while True:
             slots = 0 if self._leaving else self._slots
-            hello = {"role": "agent", "host": self.host, "slots": slots, "begun": self._begun}
+            hello = {"role": "agent", "host": self.host, "agent": self._incarnation}
+            hello |= {"slots": slots, "begun": self._begun}
             hello["finished"] = self.finishing  # a worker may have ended while there was no connection
             hello["stays"] = self._done.is_set() and self.host is not None  # it has said bye, to keep the coordinator
             try:
@@ -350,6 +353,7 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "HOLDFAST_WORKER": name,
+            "HOLDFAST_INCARNATION": new_incarnation(),
             "HOLDFAST_HOST": settings.hosts[slot % len(settings.hosts)] if settings.hosts else str(host),
             "HOLDFAST_COORDINATOR": f"{address}:{port}",
             "HOLDFAST_TOKEN": settings.token,
@@ -363,7 +367,8 @@ class Agent:
         """Tell the coordinator that a worker has ended, and replace it if it is still needed."""
         if worker.orphan and self.finishing:
             code = 0  # its exit code is unknown, and it had nothing left to do
-        report = {"type": "exit", "worker": worker.name, "code": code, "cause": cause, "error": worker.error}
+        report: Message = {"type": "exit", "worker": worker.name, "incarnation": worker.incarnation}
+        report |= {"code": code, "cause": cause, "error": worker.error}
         self._tell(report | {"finished": code == 0 and not self._leaving})
         if worker.error is not None and worker.error["final"] and self._writer is None:
             self._failed = True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from holdfast.cluster.membership import Judge, Standing, newest_of, worker_order
+from holdfast.cluster.membership import Judge, Standing, machine_of, newest_of, worker_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,35 @@ def _reason(dismissed: Collection[str], joiners: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The number of an agent, or None if it is refused, and why."""
+
+    number: int | None
+    reason: str
+
+
+def enter_host(*, number: int | None, agent: str, known: Mapping[str, int], next_number: int, most: int) -> Entry:
+    """Decide which number an agent gets.
+
+    ``number``: the one it says it has. ``agent``: its incarnation. ``known``: the numbers of connected agents, by
+    incarnation. ``next_number``: for a new one. ``most``: agents that may take part.
+
+    >>> enter_host(number=None, agent="b", known={"a": 0}, next_number=1, most=2).number
+    1
+    >>> enter_host(number=0, agent="b", known={"a": 0}, next_number=1, most=2).reason
+    'host 0 is another agent by now: this one belongs to an earlier start of the run'
+    """
+    if agent in known:  # a new connection; the answer on its old one may be lost
+        return Entry(number=known[agent], reason="it is known")
+    if number is not None and number in known.values():
+        reason = f"host {number} is another agent by now: this one belongs to an earlier start of the run"
+        return Entry(number=None, reason=reason)
+    if number is None and len(known) >= most:
+        return Entry(number=None, reason=f"the run has all of its {most} hosts")
+    return Entry(number=next_number if number is None else number, reason="it is new here")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Readiness:
     """Whether the first generation can begin, and if not what it waits for."""
 
@@ -80,13 +109,27 @@ def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: M
     """
     if len(slots) < minimum_hosts:
         return Readiness(ready=False, reason=f"{len(slots)} of at least {minimum_hosts} hosts are here")
-    if not sum(slots.values()):
-        return Readiness(ready=False, reason="no host has room for a worker")
     for host, wanted in slots.items():
         if waiting.get(host, 0) < wanted:
             reason = f"host {host} has {waiting.get(host, 0)} of {wanted} workers ready"
             return Readiness(ready=False, reason=reason)
     return Readiness(ready=True, reason=f"{len(slots)} hosts with {sum(slots.values())} workers are ready")
+
+
+def first_members(*, waiting: Iterable[str], slots: Mapping[int, int]) -> list[str]:
+    """Return the members of a first generation, by rank: of each host as many of its workers as it has slots.
+
+    A host that was asked to leave has none, although its workers may still be connected.
+
+    >>> first_members(waiting=["0.0", "1.0", "1.1", "1.2"], slots={1: 2})
+    ['1.0', '1.1']
+    """
+    chosen: list[str] = []
+    for name in sorted(waiting, key=worker_order):
+        machine = machine_of(name)
+        if sum(machine_of(other) == machine for other in chosen) < slots.get(machine, 0):
+            chosen.append(name)
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)

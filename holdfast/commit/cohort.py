@@ -100,6 +100,7 @@ class Cohort:
         self._ended = 0  # the newest generation known to be over
         self._stop_at_boundary = False  # somebody joins or leaves at the next boundary
         self._first_of_generation = False  # the next commit is the first of its generation
+        self._unreached: tuple[str, ...] = ()  # members whose machines did not answer in the last generation
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         self._sent = 0  # bytes sent in past generations
         self._called = False  # the generation was ended for somebody who wants to join or leave
@@ -259,6 +260,8 @@ class Cohort:
         """
         while True:
             if self.group is not None:
+                self._unreached = self._unreached or self.group.unreached
+                self.group.unreached = ()  # told once
                 self.group.close()
                 self._closed.append(self.group)
                 self._sent += self.group.bytes
@@ -272,7 +275,7 @@ class Cohort:
                 self._events.write(
                     "broken", worker=self.membership.worker, generation=generation.number, reason=str(reason)
                 )
-                broken = True
+                broken, self._unreached = True, reason.unreached
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
         """Return what this worker shows to get into the next generation."""
@@ -287,6 +290,7 @@ class Cohort:
             voted=self._voted is not None,
             boundary=boundary,
             broken=broken,
+            unreached=self._unreached,
             # A wish that came after the last vote waits: workers that leave together must have voted on it.
             leaving=self._leaves or self.everybody_leaves,
             payload=account.to_json(),
@@ -310,6 +314,7 @@ class Cohort:
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
+        self._unreached = ()
         for callback in self._entered:
             callback(generation, settlement)
         self._events.write(

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 from holdfast.cluster import wire
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.generations import RosterSettings
-from holdfast.cluster.membership import Generation, Standing
+from holdfast.cluster.membership import Generation, Standing, machine_of, new_incarnation
 from holdfast.cluster.register import EVENTS, HANG_UP
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
 from holdfast.commit.settle import judge
-from holdfast.errors import Broken
+from holdfast.errors import Broken, HoldfastError
 from tests.world.fibers import Scheduler
 
 HEARTBEAT = 5.0
+PATIENCE = 30.0  # simulated seconds for which a worker waits for a coordinator that is gone
 RETRY = 0.05  # simulated seconds between two tries to connect
 REPLACE_AFTER = 2.0  # as the agent's REPLACE_AFTER_SECONDS
 
@@ -38,6 +39,10 @@ class Endpoint(Protocol):
 
     def disconnected(self) -> None: ...
 
+    @property
+    def machine(self) -> int | None:
+        """The number of the agent of its machine."""
+
 
 class Line:
     """A connection to the coordinator, seen from the far end."""
@@ -45,12 +50,28 @@ class Line:
     def __init__(self, coordinator: Coordinator, end: Endpoint, number: int) -> None:
         self._coordinator, self._end, self.number = coordinator, end, number
         self._last = {"up": 0.0, "down": 0.0}
+        self._held: list[Callable[[], None]] = []  # what is under way while the network is cut; it comes later
+        self._abandoned = False  # the far end has closed it
         self.closed = False
 
     def _later(self, way: str, callback: Callable[[], None]) -> None:
         scheduler = self._coordinator.scheduler
         self._last[way] = max(self._last[way], scheduler.now + self._coordinator.latency())
-        scheduler.later(self._last[way] - scheduler.now, lambda: None if self.closed else callback())
+        scheduler.later(self._last[way] - scheduler.now, lambda: self._arrive(callback))
+
+    def _arrive(self, callback: Callable[[], None]) -> None:
+        if self.closed:
+            return
+        if self._coordinator.is_cut_off(self._end):
+            self._held.append(callback)
+        else:
+            callback()
+
+    def mended(self) -> None:
+        """The network works again: the kernels send what was lost once more."""
+        held, self._held = self._held, []
+        for callback in held:
+            self._arrive(callback)
 
     def send(self, message: Message) -> None:
         """From the far end to the coordinator."""
@@ -58,7 +79,7 @@ class Line:
 
     def deliver(self, message: Message) -> None:
         """From the coordinator to the far end."""
-        self._later("down", lambda: self._end.hear(_copy(message)))
+        self._later("down", lambda: None if self._abandoned else self._end.hear(_copy(message)))
 
     def hang_up(self) -> None:
         """The coordinator closes it, after what it has said."""
@@ -73,7 +94,14 @@ class Line:
         if not self.closed:
             self.closed = True
             self._coordinator.lost(self)
-            self._end.disconnected()
+            if not self._abandoned:
+                self._end.disconnected()
+
+    def give_up(self) -> None:
+        """The far end closes it, because it has heard nothing. The coordinator learns of it when the network works."""
+        self._abandoned = True
+        self._later("up", self.lose)
+        self._end.disconnected()
 
 
 def _copy(message: Message) -> Message:
@@ -88,16 +116,19 @@ class Coordinator:
         self._log, self._settings = log, settings
         self._lines: dict[int, Line] = {}
         self._numbers = 0
+        self._run = new_incarnation()
         self._starts = 0
         self._timer = 0  # the number of the newest timer: older ones are void
         self.roster: Roster | None = None
         self.over = False
         self._asleep = False
+        self._cut_off: set[int] = set()  # machines that do not reach it
         self._missed: list[Event] = []  # what came in while it was asleep
         self.start()
 
     def start(self) -> None:
-        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, first_host=1000 * self._starts, **self._settings)
+        names = {"run": self._run, "life": new_incarnation(), "first_host": 1000 * self._starts}
+        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, **names, **self._settings)
         self._starts += 1
         self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
         self._set_timer()
@@ -127,9 +158,21 @@ class Coordinator:
         if self.roster is not None and not self.over:
             self.step(Tick())
 
+    def cut_off(self, machine: int) -> None:
+        """Nothing from or to a machine arrives; nothing is closed."""
+        self._cut_off.add(machine)
+
+    def mend(self, machine: int) -> None:
+        self._cut_off.discard(machine)
+        for line in list(self._lines.values()):
+            line.mended()
+
+    def is_cut_off(self, end: Endpoint) -> bool:
+        return end.machine in self._cut_off
+
     def connect(self, end: Endpoint) -> Line | None:
         """A new connection; None while there is no coordinator, or it does not answer."""
-        if self.roster is None or self.over or self._asleep:
+        if self.roster is None or self.over or self._asleep or self.is_cut_off(end):
             return None
         line = Line(self, end, self._numbers)
         self._numbers += 1
@@ -198,10 +241,10 @@ class Client:
 
     def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
         self.worker = name
-        self.seat = Seat(worker=name, address="", host=host, label="a world")
+        self.seat = Seat(worker=name, address="", host=host, label="a world", incarnation=new_incarnation())
         self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
         self._line: Line | None = None
-        self._heard = 0.0
+        self._heard = self._alone_since = 0.0
         self._stores: dict[int, Store] = {}
         self._held_back: list[Callable[[], None]] = []  # what came in while the process was stopped
         self._on_break: Callable[[int], None] = lambda number: None
@@ -209,6 +252,10 @@ class Client:
         self._beat()
 
     # --- the line --------------------------------------------------------------------------------
+
+    @property
+    def machine(self) -> int:
+        return machine_of(self.worker)
 
     def hello(self) -> Message:
         return self.seat.hello()
@@ -227,7 +274,7 @@ class Client:
             return
         if not self._process.frozen and self._line is not None:
             if self._scheduler.now - self._heard > HEARTBEAT:
-                self.drop_line()
+                self._line.give_up()
             else:
                 self._line.send(self.seat.beat())
         self._scheduler.later(HEARTBEAT / 5, self._beat)
@@ -247,7 +294,7 @@ class Client:
             self._line.end()
 
     def disconnected(self) -> None:
-        self._line = None
+        self._line, self._alone_since = None, self._scheduler.now
         if self._process.dead:
             return
         self._over(self.seat.disconnected())
@@ -262,9 +309,9 @@ class Client:
         self._heard = self._scheduler.now
         news = self.seat.hear(message)
         if isinstance(news, Next):
-            self._store(news.generation.number)
+            self._store(news.generation)
         elif isinstance(news, Value):
-            self._store(news.generation).values[news.key] = news.value
+            self._stores[news.generation].values[news.key] = news.value
         elif isinstance(news, Over):
             self._over(news)
         elif isinstance(news, Stop) and not news.waits:
@@ -282,26 +329,31 @@ class Client:
                 self._stores[news.number].closed = True
             self._on_break(news.number)
 
-    def _store(self, number: int) -> Store:
-        if number not in self._stores:
-            self._stores[number] = Store(
-                self._scheduler, lambda key, value: self._send(self.seat.put(number, key, value))
+    def _store(self, generation: Generation) -> Store:
+        if generation.number not in self._stores:
+            self._stores[generation.number] = Store(
+                self._scheduler, lambda key, value: self._send(self.seat.put(generation, key, value))
             )
-        return self._stores[number]
+        return self._stores[generation.number]
 
     # --- the contract ----------------------------------------------------------------------------
 
     def regroup(self, standing: Standing) -> Generation:
         before = self.seat.number
         self._send(self.seat.show(standing))
-        self._scheduler.wait(lambda: self.seat.stopped is not None or self.seat.number > before)
+        self._scheduler.wait(lambda: self.seat.stopped is not None or self.seat.number > before or self._is_alone())
+        if self._is_alone():
+            raise HoldfastError("the coordinator is gone")
         if self.seat.stopped is not None:
             raise Stopped(self.seat.stopped.code)
         assert self.seat.generation is not None
         return self.seat.generation
 
+    def _is_alone(self) -> bool:
+        return self._line is None and self._scheduler.now - self._alone_since > PATIENCE
+
     def store(self, generation: Generation) -> Store:
-        return self._store(generation.number)
+        return self._store(generation)
 
     def on_break(self, callback: Callable[[int], None]) -> None:
         self._on_break = callback
@@ -316,7 +368,7 @@ class Client:
         self.seat.formed()
 
     def progressed(self, generation: Generation, operation: int) -> None:
-        self._send(self.seat.progressed(generation.number, operation))
+        self._send(self.seat.progressed(generation, operation))
 
     def finished(self) -> None:
         self._send(self.seat.finished())
@@ -332,28 +384,44 @@ class Agent:
         self._world, self._coordinator, self._scheduler = world, coordinator, coordinator.scheduler
         self._slots, self._serial = slots, 0
         self._line: Line | None = None
+        self._incarnation = new_incarnation()
         self.host: int | None = None
         self.code: int | None = None  # how it ended
         self.workers: dict[str, Any] = {}
         self._said_bye = False
         self._begun = self._finishing = self.leaving = self._recovered = False
         self._replacements: list[float] = []  # when each is started at the latest
+        self._heard = 0.0
         self._connect()
+        self._listen()
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, and could say so."""
         return self.code is not None and (self._said_bye or self._coordinator.over)
 
+    @property
+    def machine(self) -> int | None:
+        return self.host
+
+    def _listen(self) -> None:
+        """Give up a line on which the coordinator has said nothing for long, as ``cluster.agent`` does."""
+        if self.is_over:
+            return
+        if self._line is not None and self._scheduler.now - self._heard > 3 * HEARTBEAT:
+            self._line.give_up()
+        self._scheduler.later(HEARTBEAT, self._listen)
+
     def hello(self) -> Message:
         slots = 0 if self.leaving else self._slots
-        words = {"role": "agent", "host": self.host, "slots": slots}
+        words = {"role": "agent", "host": self.host, "agent": self._incarnation, "slots": slots}
         return words | {"begun": self._begun, "finished": self._finishing}
 
     def _connect(self) -> None:
         if self.is_over:
             return
         self._line = self._coordinator.connect(self)
+        self._heard = self._scheduler.now
         if self._line is None and not self._coordinator.over:
             self._scheduler.later(RETRY, self._connect)
 
@@ -367,6 +435,7 @@ class Agent:
 
     def hear(self, message: Message) -> None:
         kind = message["type"]
+        self._heard = self._scheduler.now
         if self.code is not None:  # its farewell was lost with an earlier coordinator
             self._say_bye()
             return
@@ -453,11 +522,16 @@ class Agent:
 
     def ended(self, name: str, code: int, error: Message | None) -> None:
         """One of its workers has ended."""
-        if self.workers.pop(name, None) is None:
+        worker = self.workers.pop(name, None)
+        if worker is None:
             return
         report = {"type": "exit", "worker": name, "code": code, "cause": f"ended with {code}", "error": error}
+        report["incarnation"] = worker.client.seat.incarnation
         report["finished"] = code == 0 and not self.leaving
         self._tell(json.loads(json.dumps(report)))
+        if error is not None and error["final"] and self._line is None:
+            self._end(code)  # without the coordinator nobody else would end the run
+            self._said_bye = True
         if code == 0 and not self.leaving:
             self._finishing = True
         if code and not self._finishing and not self.leaving and not self.is_over:
