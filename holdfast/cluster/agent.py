@@ -425,14 +425,13 @@ class Agent:
         SIGTERM is how clusters announce that they will take a machine away.
         """
         self._pressed += number in signals.IMPATIENT
-        if self._departure is not None:
-            if self._pressed > 1:
+        if self._departure is not None or self._done.is_set():
+            if self._pressed > 1 or (self._done.is_set() and number in signals.IMPATIENT):
                 self._stop_at_once(number)
             return
         seconds = self.settings.grace
         seconds = grace.seconds_of(number, os.environ, time.time()) if seconds is None else seconds
-        begun = self._begun
-        self._departure = Departure(signal=number, seconds=seconds, begin=time.monotonic(), begun=begun)
+        self._departure = Departure(signal=number, seconds=seconds, begin=time.monotonic(), begun=self._begun)
         self._replacements.clear()
         name = self._departure.name
         self._events.write("preempted", host=self.host, signal=name, grace=seconds)
@@ -443,6 +442,7 @@ class Agent:
         if not self.workers:
             self._depart()
         self._watching = asyncio.create_task(self._watch_departure(self._departure))
+        self._watching.add_done_callback(self._task_ended)
 
     def _stop_at_once(self, number: int) -> None:
         """End everything that runs here, the coordinator too."""

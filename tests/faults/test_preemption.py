@@ -119,6 +119,26 @@ def test_a_coordinator_that_is_killed_after_its_agent_has_left_comes_back(tmp_pa
     assert result.sha256 == undisturbed(STEPS).sha256
 
 
+def test_the_first_agent_that_may_replace_nobody_keeps_the_coordinator(tmp_path: Path, undisturbed) -> None:
+    """No notice, but the same: its machine has no worker left, and the others go on."""
+    codes: list[int] = []
+
+    async def meddle(hosts: Hosts) -> None:
+        await until(lambda: seen(hosts, "commit", step=1) == 2)
+        os.kill(hosts.workers["0.0"].pid, signal.SIGKILL)
+        await until(lambda: any("stays here" in line for line in hosts.said))
+        await asyncio.sleep(3.0)  # once the coordinator was killed after two seconds
+        hosts.start(1)
+        await until(lambda: members(hosts) == {"1.0", "2.0"})
+        hurry(hosts)
+        codes.extend([await job for job in hosts.jobs])
+
+    settings = {**MANY, "max_restarts": 0}
+    result = launch_hosts(tmp_path, script=TRAIN, workers=[1, 1], meddle=meddle, environment=SLOW, **settings)
+    assert codes == [3, 0, 0]
+    assert result.sha256 == undisturbed(STEPS).sha256
+
+
 def saved_at(folder: Path) -> dict[str, str]:
     return {**SLOW, "PAUSE": "0.05", "CHECKPOINT": str(folder / "saved"), "EVERY": "1000"}
 
