@@ -183,7 +183,7 @@ class Hosts:
         self._settings = {"environment": environment, "log_dir": self.log_dir, **settings}
 
     def start(self, workers: int) -> None:
-        """One more host. The first one has the coordinator: it must stay."""
+        """One more host. The first one has the coordinator."""
         settings = AgentSettings(workers=workers, **self._settings)
         busy = {zygote for zygote, job in zip(self._zygotes, self.jobs, strict=True) if not job.done()}
         self._zygotes.append(next(number for number in range(len(busy) + 1) if number not in busy))
