@@ -472,10 +472,12 @@ class Agent:
         self._end(outcome.code, text if outcome.is_loss else "")
 
     def _reported(self, worker: LocalWorker, report: Message) -> None:
-        """Take in what a worker says of its leaving, or that it has got a signal."""
+        """Take in what a worker says of its leaving, that its script is over, or that it has got a signal."""
         if report["report"] == "signal":
             explain = functools.partial(self._explain_signal, worker, report["name"])
             asyncio.get_running_loop().call_later(NOTICE_SECONDS, explain)
+        elif report["report"] == "finished":
+            self.finishing = True
         elif self._departure is not None:
             self._departure.hear(worker.name, report)
 

@@ -93,6 +93,7 @@ def run_worker(order: Order, lifeline: int) -> int:
     try:
         _run_script(order["module"])
         farewell()
+        to_agent.report("finished")  # so that an agent that was asked to leave knows that all is done
         return 0
     except Stopped as e:
         leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,6 +227,35 @@ def test_a_grace_that_is_too_short_for_the_disk(tmp_path: Path) -> None:
     assert "the grace of 5 s is over, and step" in agent.stderr
     assert "is not saved: 0 % of it is written" in agent.stderr
     assert not series.steps_in(tmp_path / "saved")
+
+
+def test_a_last_checkpoint_that_fails_is_a_loss(tmp_path: Path) -> None:
+    """Negative control of the exit code: all have left in order, but nothing is saved."""
+    environment = {**SLOW, **saved_at(tmp_path), "RESULTS": str(tmp_path / "results.jsonl")}
+    agent = Command("run", "-n", "2", str(TRAIN), folder=tmp_path, **environment)
+    trains(tmp_path)
+    shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+    (tmp_path / "saved").write_text("a file where a folder was")
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(60) == NOT_SAVED
+    assert "nothing is saved of the" in agent.stderr
+    assert "steps that were trained: the last checkpoint failed" in agent.stderr
+
+
+def test_a_notice_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    """The script does something else, and ends. The run is done, so the exit code is 0."""
+    script = tmp_path / "script.py"
+    wait = "import time\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    script.write_text(f"import os\nfrom tests.faults.train import main\nmain()\nprint('trained')\n{wait}\n")
+    environment = {**saved_at(tmp_path), "STEPS": "5", "RESULTS": str(tmp_path / "results.jsonl")}
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    agent = Command("run", "-n", "2", str(script), folder=tmp_path, **{**environment, **path})
+    wait_until("training is over", lambda: agent.stdout.count("trained") == 2)
+    agent.send_signal(signal.SIGTERM)
+    wait_until("the notice is understood", lambda: "of grace" in agent.stdout)
+    (tmp_path / "go").touch()
+    assert agent.wait(60) == 0
+    assert series.steps_in(tmp_path / "saved") == [5]
 
 
 def test_a_grace_that_ends_within_a_step(tmp_path: Path) -> None:
