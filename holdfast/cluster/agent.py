@@ -204,8 +204,9 @@ class Agent:
 
     def _lingers(self) -> None:
         """Say why this agent does not end yet. The coordinator is needed for every change of the other workers."""
-        text = "the coordinator stays here until the run is over; SIGTERM ends it"
-        self._say(f"holdfast: this machine's workers are gone; {text}")
+        if self.settings.maximum_hosts > 1:
+            text = "the coordinator stays here until the run is over; SIGTERM ends it"
+            self._say(f"holdfast: this machine's workers are gone; {text}")
 
     # --- the coordinator -------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Departure:
     _saving: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by worker: step, bytes done, all bytes
     _saved: int | None = None  # step of the last checkpoint
     _unsaved: Message | None = None  # report of a last checkpoint that was not to be
+    _idle: set[str] = field(default_factory=set)  # workers that were not in training
     _left: set[str] = field(default_factory=set)  # workers that have left in order
 
     @property
@@ -83,6 +84,8 @@ class Departure:
             self._saved, self._unsaved = report["step"], None
         elif kind == "unsaved":
             self._unsaved = report
+        elif kind == "idle":
+            self._idle.add(worker)
 
     def ended(self, worker: str, code: int) -> None:
         """Note that a worker has ended."""
@@ -119,6 +122,8 @@ class Departure:
             return Outcome(code=NOT_SAVED if wanted else code, text=text, is_loss=wanted)
         if not self.begun:
             return Outcome(code=code, text="left before training began: there was nothing to save")
+        if self._left and not late and self._left <= self._idle:
+            return Outcome(code=code, text="left; its workers were waiting to join, and had nothing to save")
         if self._left and not late:
             return Outcome(code=code, text="left; the other workers train on, so nothing had to be saved here")
         return Outcome(code=NOT_SAVED, text=self._lost(late), is_loss=True)

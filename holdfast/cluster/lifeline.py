@@ -11,8 +11,9 @@ from typing import Any
 def report(kind: str, **fields: Any) -> None:
     """Tell the agent how leaving goes. Without an agent, or if it does not listen, do nothing.
 
-    ``kind``: "signal" (``name``), "finished" (the script is over), "saving" (``step``, ``done`` and ``size`` in bytes),
-    "saved" (``step``), or "unsaved" (``step``, ``reason``, and ``wanted``: whether the run has a checkpoint folder).
+    ``kind``: "signal" (``name``), "finished" (the script is over), "idle" (it has waited to join, and ends), "saving"
+    (``step``, ``done`` and ``size`` in bytes), "saved" (``step``), or "unsaved" (``step``, ``reason``, and ``wanted``:
+    whether the run has a checkpoint folder).
 
     >>> report("saved", step=3)
     """

@@ -39,6 +39,7 @@ def fresh(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen
         (["run", "--rdzv-endpoint", "localhost", str(TRAIN)], "HOLDFAST_TOKEN"),
         (["run", "--token-file", "missing", str(TRAIN)], "missing"),
         (["run", "-n", "0", str(TRAIN)], "'-n'"),
+        (["run", "--grace", "0", str(TRAIN)], "'--grace'"),
         (["demo", "--workers", "1"], "--workers"),
     ],
 )

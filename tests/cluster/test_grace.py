@@ -80,6 +80,8 @@ def test_progress_is_that_of_all_workers_and_of_the_newest_checkpoint() -> None:
         (departure(unsaved(wanted=True), SAVED, left="0.0"), (), TERMINATED, "step 7 is saved"),  # the second time
         (departure(saving(7, 43)), ("0.0",), NOT_SAVED, "step 7 is not saved: 43 % of it is written"),
         (departure(left="0.1"), ("0.0",), NOT_SAVED, "workers 0.0 had not come to a step boundary"),
+        (departure({"report": "idle"}, left="0.0"), (), TERMINATED, "waiting to join"),
+        (departure({"report": "idle"}, left="0.0 0.1"), (), TERMINATED, "the other workers train on"),
         (departure(), (), NOT_SAVED, "no worker is left"),  # all were killed by somebody else
         (departure({"report": "saved", "step": 0}, left="0.0"), (), TERMINATED, "nothing was trained"),
         (departure(begun=False), ("0.0",), TERMINATED, "before training began"),
