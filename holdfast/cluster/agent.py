@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class AgentSettings:
     token: str = field(default_factory=wire.new_token, repr=False)  # secret that all machines of a run share
     max_restarts: int = 100  # workers that this agent replaces in all
     heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
+    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
     grace: float | None = None  # seconds from a preemption notice to its end; None: as ``grace.seconds_of`` says
     log_dir: Path = Path("holdfast-logs")  # folder of the workers' output and of events.jsonl
@@ -105,6 +106,7 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None  # to the coordinator; None while there is no connection
         self._serial = 0  # number of the next worker: a name is never used twice
         self._restarts = 0  # replacements so far
+        self._trained: set[str] = set()  # workers that were ever in a generation, as far as this agent was told
         self._slots = settings.workers  # workers that the coordinator may wait for
         self._begun = False  # a generation has formed
         self._departure: Departure | None = None  # the plan, once a signal has asked this agent to leave
@@ -165,6 +167,7 @@ class Agent:
                 "minimum-hosts": settings.minimum_hosts,
                 "maximum-hosts": settings.maximum_hosts,
                 "heartbeat-timeout": settings.heartbeat_timeout,
+                "step-timeout": settings.step_timeout,
                 "patience": settings.patience,
                 "judge": settings.judge,
                 "master-port": self._keeper.master_port,
@@ -253,23 +256,25 @@ class Agent:
             message = wire.decode(line)
             kind = message["type"]
             if kind == "beat":
-                self._tell({"type": "beat"})
+                self._tell({"type": "beat", "starting": self._local.starting})
             elif kind == "welcome":
                 self._welcomed(message["host"], message["master_port"])
                 if message["begun"]:  # what was told while the connection was lost
                     self._training_began()
                 if message["finishing"]:
-                    self._finish()
+                    self._finish(message["members"])
             elif kind == "generation":
+                self._trained.update(member["worker"] for member in message["generation"]["members"])
                 self._training_began()
             elif kind == "recovered":
                 self._recovered = True
             elif kind == "say":
                 self._say(message["text"])
             elif kind == "finishing":
-                self._finish()
+                self._finish(message["members"])
             elif kind == "kill" and message["worker"] in self.workers:
-                self.workers[message["worker"]].kill()
+                cause, details = message.get("cause", "it was given up"), message.get("details", {})
+                self._local.kill_hung(self.workers[message["worker"]], cause, details)
             elif kind == "stop":
                 self._told_to_stop(message["code"], message["message"])
                 return
@@ -315,9 +320,16 @@ class Agent:
         else:
             self._finish()
 
-    def _finish(self) -> None:
-        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done."""
+    def _finish(self, members: Collection[str] = ()) -> None:
+        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done.
+
+        Workers that have never trained are killed: one that hangs before it has connected would never end.
+        """
         self.finishing = True
+        self._trained.update(members)
+        for worker in self.workers.values() if self._trained else ():
+            if worker.name not in self._trained:
+                worker.kill()
         if not self.workers:
             self._end(0)
 
@@ -394,20 +406,20 @@ class Agent:
 
     def _plan_replacement(self, worker: LocalWorker) -> None:
         """Plan a new worker in place of one that failed, if restarts are left."""
-        if worker.error is not None and worker.error.get("refused"):
-            self._say(worker.error["text"])
-        elif self._restarts >= self.settings.max_restarts:
-            self._say(f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up")
-            left = len(self.workers) + len(self._replacements)  # spares among them
-            if left < self._slots:  # tell the coordinator not to wait for this slot
-                self._slots = left
-                self._tell({"type": "slots", "slots": left})
-        else:
+        refused = worker.error is not None and worker.error.get("refused")
+        if not refused and self._restarts < self.settings.max_restarts:
             self._restarts += 1
             self._recovered = False
             # Wait a little: survivors that recover need the cores, and an error of the script may end the run anyway.
             wait = REPLACE_AFTER_SECONDS if self._begun or worker.error is not None else 0.0
             self._replacements.append((worker.slot, time.monotonic() + wait))
+            return
+        used_up = f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up"
+        self._say(worker.error["text"] if refused and worker.error is not None else used_up)
+        left = len(self.workers) + len(self._replacements)  # spares among them
+        if left < self._slots:  # tell the coordinator not to wait for this slot
+            self._slots = left
+            self._tell({"type": "slots", "slots": left})
 
     async def _replace(self) -> None:
         """Start planned replacements once the survivors have committed again: until then they need the cores."""

@@ -24,6 +24,7 @@ from holdfast.cluster.partition import KeptOut, side_that_stays
 from holdfast.cluster.register import Peer, Register, Worker
 
 TRIES = 20  # generations of the same workers that may fail in a row, if they also take longer than the patience
+REPORT_SECONDS = 1.0  # for workers of other machines that train already: they try to connect 20 times a second
 LAST_WORDS_SECONDS = 1.0  # wait before a run without workers is over: the error that ended them may still arrive
 FINISHED: Message = {"type": "stop", "code": 0, "message": "the run is finished"}
 
@@ -37,6 +38,7 @@ class RosterSettings:
     heartbeat_timeout: float = 5.0  # seconds of silence after which a peer counts as lost
     patience: float = 30.0  # seconds to wait for missing hosts
     first_host: int = 0  # more than 0 after a restart of the coordinator: a number is never given twice
+    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     master_port: int = 0  # a port that was free on the coordinator's machine: MASTER_PORT of all scripts
     run: str = ""  # random; this start of the run, the same for all coordinators that its first agent starts
     life: str = ""  # random; this coordinator process
@@ -130,9 +132,8 @@ class Generations:
         """Form the first generation, of a run or after a restart of the coordinator, if everybody is there."""
         names = self._waiting()
         readiness = self._readiness(names)
-        restarted = self._begun or self.settings.first_host > 0
-        if not readiness.ready or (restarted and self._now - self._born <= self.settings.heartbeat_timeout):
-            return  # after a restart of the coordinator, workers that hold the state may still report
+        if not readiness.ready or self._now < self.first_look:
+            return
         if self._begun:
             self._begin_again(names, "coordinator and workers were lost together")
         else:
@@ -142,6 +143,17 @@ class Generations:
         """Return the workers that each host will have; hosts that leave or are kept out have none and are missing."""
         out = self._kept_out.now(self._now)
         return {number: host.slots for number, host in self.hosts.items() if host.slots and number not in out}
+
+    @property
+    def first_look(self) -> float:
+        """The time before which no first generation is formed, because workers that hold the state may still report.
+
+        They do if the coordinator was restarted, and perhaps if the whole first agent was, which does not know it.
+        """
+        restarted = self._begun or self.settings.first_host > 0
+        others = len(self.hosts) < self.settings.maximum_hosts
+        wait = self.settings.heartbeat_timeout if restarted else REPORT_SECONDS if others else 0.0
+        return self._born + wait
 
     def _readiness(self, names: Iterable[str]) -> compose.Readiness:
         waiting = Counter(machine_of(name) for name in names)
@@ -351,7 +363,7 @@ class Generations:
             return
         self._finishing = True
         self._register.log("finished")
-        self._register.send_all(self.hosts.values(), {"type": "finishing"})
+        self._register.send_all(self.hosts.values(), {"type": "finishing", "members": self.members})
         for name, worker in self.workers.items():
             if name not in self.members:
                 self._register.send(worker.connection, FINISHED)

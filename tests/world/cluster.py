@@ -7,13 +7,14 @@ a new roster, and everybody connects again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from holdfast.cluster import wire
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.generations import RosterSettings
 from holdfast.cluster.membership import Generation, Standing, machine_of, new_incarnation
+from holdfast.cluster.pulse import Still, Where
 from holdfast.cluster.register import EVENTS, HANG_UP
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
@@ -22,6 +23,7 @@ from holdfast.errors import Broken, HoldfastError
 from tests.world.fibers import Scheduler
 
 HEARTBEAT = 5.0
+STEP_TIMEOUT = "20:60"  # simulated seconds without a sign of progress, in a step and elsewhere
 PATIENCE = 30.0  # simulated seconds for which a worker waits for a coordinator that is gone
 RETRY = 0.05  # simulated seconds between two tries to connect
 REPLACE_AFTER = 2.0  # as the agent's REPLACE_AFTER_SECONDS
@@ -128,16 +130,21 @@ class Coordinator:
 
     def start(self) -> None:
         names = {"run": self._run, "life": new_incarnation(), "first_host": 1000 * self._starts}
-        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, **names, **self._settings)
+        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, step_timeout=STEP_TIMEOUT, **names, **self._settings)
         self._starts += 1
         self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
         self._set_timer()
 
-    def crash(self, seconds: float) -> None:
-        """All connections break; another coordinator takes its place later."""
+    def crash(self, seconds: float, *, head: bool = False) -> None:
+        """All connections break; another coordinator takes its place later.
+
+        ``head``: its agent is started anew too, and knows nothing of the run.
+        """
         if self.over:
             return
         self._log("coordinator-restart")
+        if head:
+            self._run, self._starts = new_incarnation(), 0
         self.roster, self._missed = None, []
         for line in list(self._lines.values()):
             line.lose()
@@ -241,7 +248,7 @@ class Client:
 
     def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
         self.worker = name
-        self.seat = Seat(worker=name, address="", host=host, label="a world", incarnation=new_incarnation())
+        self.seat = Seat(worker=name, address="", host=host, label={"what": "a world"}, incarnation=new_incarnation())
         self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
         self._line: Line | None = None
         self._heard = self._alone_since = 0.0
@@ -276,8 +283,14 @@ class Client:
             if self._scheduler.now - self._heard > HEARTBEAT:
                 self._line.give_up()
             else:
-                self._line.send(self.seat.beat())
+                self._line.send(self.seat.beat() | {"still": self._still().to_json()})
         self._scheduler.later(HEARTBEAT / 5, self._beat)
+
+    def _still(self) -> Still:
+        """As ``cluster.pulse`` reports it. A fiber that waits without a limit waits for others."""
+        fiber = self._process.fiber
+        where: Where = "wait" if fiber.until is None and not fiber.stuck else "step"
+        return Still(where=where, seconds=self._scheduler.now - fiber.since)
 
     def _send(self, message: Message) -> None:
         if self._line is not None and not self._process.dead:
@@ -382,13 +395,14 @@ class Agent:
 
     def __init__(self, world: Any, coordinator: Coordinator, slots: int) -> None:
         self._world, self._coordinator, self._scheduler = world, coordinator, coordinator.scheduler
-        self._slots, self._serial = slots, 0
+        self.slots, self._serial = slots, 0
         self._line: Line | None = None
         self._incarnation = new_incarnation()
         self.host: int | None = None
         self.code: int | None = None  # how it ended
         self.workers: dict[str, Any] = {}
         self._said_bye = False
+        self._trained: set[str] = set()
         self._begun = self._finishing = self.leaving = self._recovered = False
         self._replacements: list[float] = []  # when each is started at the latest
         self._heard = 0.0
@@ -413,7 +427,7 @@ class Agent:
         self._scheduler.later(HEARTBEAT, self._listen)
 
     def hello(self) -> Message:
-        slots = 0 if self.leaving else self._slots
+        slots = 0 if self.leaving else self.slots
         words = {"role": "agent", "host": self.host, "agent": self._incarnation, "slots": slots}
         return words | {"begun": self._begun, "finished": self._finishing}
 
@@ -442,20 +456,21 @@ class Agent:
         if kind == "welcome":
             self._begun = self._begun or message["begun"]
             if message["finishing"]:
-                self._finish()
+                self._finish(message["members"])
         if kind == "beat":
             self._tell({"type": "beat"})
         elif kind == "welcome" and self.host is None:
             self.host = message["host"]
-            for _ in range(self._slots):
+            for _ in range(self.slots):
                 self._start()
         elif kind == "generation":
             self._begun = True
+            self._trained.update(member["worker"] for member in message["generation"]["members"])
         elif kind == "recovered":
             self._recovered = True
             self._replace()
         elif kind == "finishing":
-            self._finish()
+            self._finish(message["members"])
         elif kind == "kill" and message["worker"] in self.workers:
             self.workers[message["worker"]].kill()
         elif kind == "stop":
@@ -467,8 +482,12 @@ class Agent:
         else:
             self._finish()
 
-    def _finish(self) -> None:
+    def _finish(self, members: Collection[str] = ()) -> None:
         self._finishing = True
+        self._trained.update(members)
+        for worker in list(self.workers.values()) if self._trained else ():
+            if worker.name not in self._trained:
+                worker.kill()
         if not self.workers:
             self._end(0)
 

@@ -47,6 +47,8 @@ FAULTS = (
     "pause",
     "separate",
     "isolate",
+    "head",
+    "deadlock",
 )
 
 
@@ -246,9 +248,9 @@ def fate_of(plan: Plan) -> Fate:
 def strike(world: World, process: Process, kind: str) -> None:
     chance = world.scheduler.chance
     others = [each for each in world.alive if each is not process]
-    if kind in ("kill another", "kill two", "hang") and others:
+    if kind in ("kill another", "kill two", "hang", "deadlock") and others:
         other = chance.choice(others)
-        world.freeze(other) if kind == "hang" else other.kill()
+        {"hang": world.freeze, "deadlock": world.deadlock}.get(kind, Process.kill)(other)
     if kind in ("kill", "kill two"):
         process.kill()
     elif kind == "lines":
@@ -261,6 +263,8 @@ def strike(world: World, process: Process, kind: str) -> None:
         there = [agent for agent in world.agents if agent.code is None]
         if len(there) > 1:
             chance.choice(there).vanish()
+    elif kind == "head" and len([agent for agent in world.agents if agent.code is None]) > 1:
+        world.restart_head(chance.uniform(0.05, 8.0))
     elif kind in ("separate", "isolate"):
         cut_network(world, kind)
     elif kind == "drop line":

@@ -52,8 +52,8 @@ class Process:
         self.points = 0
         self._world, self._agent = world, agent
         self.run: Run | None = None
-        self.client = Client(self, world.coordinator, name=name, host=str(agent.host))
         self.fiber = world.scheduler.spawn(name, self._live, self)
+        self.client = Client(self, world.coordinator, name=name, host=str(agent.host))
 
     def _live(self) -> None:
         code, error = 1, None
@@ -158,6 +158,16 @@ class World:
         self.log("joins", slots=slots)
         self.agents.append(Agent(self, self.coordinator, slots))
 
+    def restart_head(self, seconds: float) -> None:
+        """The first machine loses its power, with the coordinator; later it is back, and its agent is started anew."""
+        head = next((agent for agent in self.agents if agent.host == 0 and agent.code is None), None)
+        if head is None or self.coordinator.roster is None:
+            return
+        self.log("head", seconds=seconds)
+        self.coordinator.crash(seconds, head=True)
+        head.vanish()
+        self.scheduler.later(seconds, lambda: self.agents.append(Agent(self, self.coordinator, head.slots)))
+
     @property
     def process(self) -> Process:
         """The process that runs at the moment."""
@@ -179,6 +189,11 @@ class World:
                 process.client.thawed()
 
         self.scheduler.later(seconds, wake)
+
+    def deadlock(self, process: Process) -> None:
+        """Its training thread never gets on; its heartbeats still come."""
+        self.log("stuck-at", worker=process.name)
+        process.fiber.stuck = True
 
     def freeze(self, process: Process) -> None:
         """SIGSTOP: it is there, and does nothing."""
