@@ -7,7 +7,7 @@ those of a worker that holds everything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ class State:
 
     ``progress`` has what else a joiner needs to know, such as the step. Any unit with memory may be written, but only
     units in ``holdings`` are read: memory whose values never arrived must not be taken for state. Without ``holdings``,
-    every unit with memory counts.
+    every unit with memory counts. ``look`` is called before anything is saved or hashed, and may raise.
     """
 
     def __init__(
@@ -41,12 +41,14 @@ class State:
         *,
         holdings: Holdings | None = None,
         exact: bool = True,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.update = update
         self.progress = progress
         self._holdings = holdings
         self._exact = exact
+        self._look = look
         self._names = Names(model)
         self._extra = self._names.extra()
 
@@ -109,6 +111,7 @@ class State:
 
         Units of other workers are there by name and shape, so that the trees of all workers form one checkpoint.
         """
+        self._look()
         transient = self._transient(self.is_held)
         return {
             **self._sections(self.is_held),
@@ -160,6 +163,7 @@ class State:
 
     def digests(self, *, weights_only: bool = False) -> dict[str, str]:
         """Return a SHA-256 for each name that is held here: of weights and buffers, and of each parameter's slots."""
+        self._look()
         saved = self._names.saved(self.is_held)
         found = {_MODEL + name: _digest([name, one.value]) for name, one in saved.items() if one.held}
         if not weights_only:
