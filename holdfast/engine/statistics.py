@@ -44,8 +44,8 @@ class ChangingBuffers:
     """The buffers of a model in fast mode: equal on all workers after a step, and as before if the step is dropped.
 
     Any layer may change its buffers in a forward pass, as BatchNorm does. A copy of every buffer is kept for steps that
-    are dropped. Buffers that changed on some worker become the mean over the workers that have computed; counters and
-    other integers become the first one's.
+    are dropped. To buffers that changed on some worker the mean of the changes is added, over the workers that have
+    computed; counters and other integers become the first one's.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -111,27 +111,48 @@ class ChangingBuffers:
         mine = {id(each) for each in self._changed}
         flags = torch.tensor([float(id(each) in mine) for each in buffers], device=buffers[0].tensor.device)
         group.sum(flags)
-        together: dict[tuple[tuple[int, ...], bool, torch.dtype], list[torch.Tensor]] = {}
+        together: dict[tuple[tuple[int, ...], bool, torch.dtype], list[Watched]] = {}
         for each, flag in zip(buffers, flags.tolist(), strict=True):
             layers = range(layout.layers) if each.unit is None else each.unit.layers
             ranks = tuple(sorted({rank for layer in layers for rank in layout.holders(layer)}))
             if flag and group.rank in ranks:
                 is_float = each.tensor.is_floating_point() or each.tensor.is_complex()
-                together.setdefault((ranks, is_float, each.tensor.dtype), []).append(each.tensor)
-        for (ranks, is_float, _), tensors in together.items():
+                together.setdefault((ranks, is_float, each.tensor.dtype), []).append(each)
+        for (ranks, is_float, _), some in together.items():
             computing = [rank for rank in ranks if shares[rank]] or list(ranks)
-            (_average if is_float else _take_first)(group, ranks, computing, tensors)
+            tensors = [each.tensor for each in some]
+            if is_float:
+                _add_mean_change(group, ranks, computing, tensors, [self._copies[id(each)][1] for each in some])
+            else:
+                _take_first(group, ranks, computing, tensors)
 
 
-def _average(group: Group, ranks: Sequence[int], computing: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-    """Replace tensors of one dtype on all ranks by their mean over those that have computed."""
+def _add_mean_change(
+    group: Group,
+    ranks: Sequence[int],
+    computing: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor],
+) -> None:
+    """Give all ranks the tensors of one dtype as they were before, plus the mean of the changes of those that computed.
+
+    It is the mean of the tensors, but for rounding: what all have changed alike stays exactly that.
+    """
+    now, old = _flat(tensors), _flat(before)
+    old = old.masked_fill(~old.isfinite(), 0.0)  # the mean of infinite numbers is infinite, not NaN
+    change = now - old if group.rank in computing else torch.zeros_like(now)
+    group.sum(change, ranks)
+    mean = old + change / len(computing)
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    for tensor, part in zip(real, mean.split_with_sizes([tensor.numel() for tensor in real]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return floating-point tensors of one dtype as one, of at least 32 bits; complex numbers as pairs."""
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in real])
-    wide = flat if flat.dtype == torch.float64 else flat.float()
-    wide = wide / len(computing) if group.rank in computing else torch.zeros_like(wide)
-    group.sum(wide, ranks)
-    for tensor, part in zip(real, wide.split_with_sizes([tensor.numel() for tensor in real]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    return flat if flat.dtype == torch.float64 else flat.float()
 
 
 def _take_first(group: Group, ranks: Sequence[int], computing: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:

@@ -155,8 +155,8 @@ class Update:
         """Return the error of groups whose values are not the same on all workers."""
         return UsageError(
             f"optimizer {type(self.optimizer).__name__} has different values in {self._changed or 'param_groups'} on "
-            "workers that hold different layers",
-            hint="keep it in state[parameter], or give every worker all layers: Placement(stages=1)",
+            "workers that hold different layers, or train apart",
+            hint="keep it in state[parameter], or give every worker all layers, and sync='every-step'",
         )
 
     def _step(self, norm: float | None) -> None:

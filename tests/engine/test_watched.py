@@ -139,7 +139,8 @@ def test_a_model_that_writes_nothing_is_welcome() -> None:
 
 
 def large(first: int) -> Engine:
-    return job_of(Writer("through .data", "frozen", first=first, size=40 * LOOK // 4)).engine()
+    writer = Writer("through .data", "frozen", first=first, size=40 * LOOK // 4)
+    return job_of(writer, optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-4)).engine()
 
 
 def test_a_large_tensor_is_compared_in_the_first_step() -> None:
