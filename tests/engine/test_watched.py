@@ -16,6 +16,8 @@ from holdfast.engine.model import LayeredModel
 from holdfast.engine.watched import LOOK, ROUND, Watch
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.layout import side_by_side
+from holdfast.run.run import Run
+from holdfast.sync.selsync import SelSync
 from tests.engine.memory_group import on_workers
 from tests.engine.pipelines import (
     CPU,
@@ -319,6 +321,36 @@ def test_an_evaluation_leaves_buffers_as_they_were_in_fast_mode() -> None:
     engine.evaluate(job.data, job.loss, alone())
     assert contents(engine)["1.looks"].item() == 0.0
     step(engine, 1)
+
+
+def test_a_meeting_instead_of_a_step_averages_no_buffers_of_that_step() -> None:
+    """Else the mean would have a forward pass in it that never counted, and the next attempt would undo the mean."""
+    job = job_of(Counts(), exact=False)
+    policy = SelSync(delta=0.5, aggregate="gradients")
+    batch = {"global_batch": job.global_batch, "micro_batch": job.micro_batch}
+    run = Run(
+        layers=job.layers(),
+        loss=job.loss,
+        optimizer=job.optimizer,
+        data=job.data,
+        numerics="fast",
+        sync=policy,
+        **batch,
+    )
+    list(run.steps(3))
+    before = contents(run.engine)
+    run.engine.attempt(3, alone())
+    assert not same_bits(contents(run.engine)["1.average"], before["1.average"])
+    training, group = run._apart, run._cohort.group
+    assert training is not None
+    assert group is not None
+    training.agree(group, full=True)
+    assert_equal(contents(run.engine), before)
+    mean = training._replica.contribution(full=True)
+    training._replica.adopt(3, [part + 1 for part in mean], full=True)
+    adopted = contents(run.engine)
+    run.engine.drop()
+    assert_equal(contents(run.engine), adopted)
 
 
 def test_a_log_refuses_buffers_that_change_in_fast_mode() -> None:
