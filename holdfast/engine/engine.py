@@ -18,6 +18,7 @@ from holdfast.data.fetch import Dataset, fetch
 from holdfast.data.order import Batches, Order
 from holdfast.engine.collector import Collector
 from holdfast.engine.gradients import Bucket, make_buckets
+from holdfast.engine.guard import Guard, refusal
 from holdfast.engine.holdings import Holdings
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.reduce import Reduction
@@ -25,7 +26,6 @@ from holdfast.engine.stage import Stage, connect, post_of
 from holdfast.engine.statistics import ChangingBuffers
 from holdfast.engine.tied_gradients import Ties
 from holdfast.engine.update import Update
-from holdfast.engine.watched import Watch, refusal
 from holdfast.errors import Broken, LossNotFinite, UsageError
 from holdfast.log.record import Recorder, RecordKeeper
 from holdfast.plan.layout import Layout, side_by_side
@@ -67,8 +67,9 @@ class Engine:
         self.autocast = autocast
         self.log = log
         self.layout = side_by_side(len(model.layers), 1)
-        self.watch = Watch(model, trained=update.inverse is None)  # an eager update changes parameters meanwhile
-        self.buffers = None if exact or log is not None else ChangingBuffers(self.watch)  # None: none may change
+        # An eager update changes parameters while passes still run.
+        self.guard = Guard(model, trained=update.inverse is None, loss=loss)
+        self.buffers = None if exact or log is not None else ChangingBuffers(self.guard)  # None: none may change
         self.used: list[int] = []  # samples of the current attempt, for tests that count them
         self.ties = Ties(model)
         self.eager = None if update.inverse is None else Eager(model, update)
@@ -89,7 +90,7 @@ class Engine:
         None: as before.
         """
         self.order = self.order if order is None else order
-        self.watch.forget()  # what the layers have now is what they should have
+        self.guard.forget()  # what the layers have now is what they should have
         stage, self._stage = self._stage, None  # even if ``close`` raises, it is not closed a second time
         if stage is not None:
             stage.close()
@@ -143,7 +144,7 @@ class Engine:
             self.log.begin(step)
             self.recorder.at(step, reduction.share)
         if self._stage is not None:
-            with self._watching("the forward pass"):
+            with self._guarding("the forward pass"):
                 self._run_schedule(step, self._stage, reduction, losses)
                 self._stage.finish()
         reduction.flush()
@@ -241,9 +242,9 @@ class Engine:
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
     @contextmanager
-    def _watching(self, during: str) -> Iterator[None]:
-        """Watch the model's tensors while passes run. Raises ``UsageError`` for a change that would stay unknown."""
-        renewed = self.watch.begin()
+    def _guarding(self, during: str) -> Iterator[None]:
+        """Guard the model's tensors while passes run. Raises ``UsageError`` for a change that would stay unknown."""
+        renewed = self.guard.begin()
         if self.buffers is not None:
             self.buffers.begin(renewed)
         try:
@@ -254,7 +255,7 @@ class Engine:
         self._look(during)
 
     def _look(self, during: str) -> None:
-        changed = self.watch.changed()
+        changed = self.guard.changed()
         for each in changed:
             if each.kind != "buffer" or self.buffers is None:
                 raise refusal(each, during=during)
@@ -263,7 +264,7 @@ class Engine:
 
     def look_at_all(self) -> None:
         """Raise ``UsageError`` if some byte of what no pass may change has changed: before it is saved or hashed."""
-        self.watch.look_at_all(buffers=self.buffers is None)
+        self.guard.look_at_all(buffers=self.buffers is None)
 
     def _all_norms(self, group: Group) -> torch.Tensor | None:
         """Return the norms of all parameters' gradients, if they are needed and some gradients are on other workers.
@@ -342,7 +343,7 @@ class Engine:
         values = [0.0] * count
         if self._stage is None:
             return values
-        with self._evaluating(), self._watching("the evaluation"):
+        with self._evaluating(), self._guarding("the evaluation"):
             for number, index in enumerate(self._shares(count)[group.rank]):
                 group.check()
                 samples = order.samples(0, index)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from holdfast.cluster.group import Group
-from holdfast.engine.watched import Watch, Watched
+from holdfast.engine.guard import Guard, Guarded
 from holdfast.errors import UsageError
 from holdfast.plan.layout import Layout
 
@@ -48,22 +48,22 @@ class ChangingBuffers:
     computed; counters and other integers become the first one's.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._copies: dict[int, tuple[Watched, torch.Tensor]] = {}  # by id
-        self._changed: list[Watched] = []  # in the current attempt
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._copies: dict[int, tuple[Guarded, torch.Tensor]] = {}  # by id
+        self._changed: list[Guarded] = []  # in the current attempt
         self._is_open = False  # an attempt was begun, and neither kept nor undone
 
-    def begin(self, renewed: Iterable[Watched]) -> None:
+    def begin(self, renewed: Iterable[Guarded]) -> None:
         """Remember the buffers before an attempt. ``renewed``: what has got new values since the last one."""
         for each in renewed:
             if each.kind == "buffer":
                 self._copies[id(each)] = (each, each.tensor.detach().clone())
-        self._copies = {key: kept for key, kept in self._copies.items() if self._watch.is_held(kept[0])}
+        self._copies = {key: kept for key, kept in self._copies.items() if self._guard.is_held(kept[0])}
         self._changed, self._is_open = [], True
 
     @torch.no_grad()
-    def note(self, changed: Iterable[Watched]) -> None:
+    def note(self, changed: Iterable[Guarded]) -> None:
         """Note which buffers the attempt has changed. One that was replaced keeps its place, with the new values.
 
         Raises ``UsageError`` for a new buffer of another shape or dtype.
@@ -87,7 +87,7 @@ class ChangingBuffers:
         """Undo what the forward passes of a dropped attempt have changed."""
         if self._is_open:
             for each, old in self._copies.values():
-                if not self._watch.is_held(each):
+                if not self._guard.is_held(each):
                     continue
                 for place, key in each.places:
                     place[key] = each.tensor
@@ -96,7 +96,7 @@ class ChangingBuffers:
 
     def keep(self) -> None:
         """Keep the new values: the attempt was applied."""
-        self._watch.forget(self._changed)
+        self._guard.forget(self._changed)
         self._changed, self._is_open = [], False
 
     @torch.no_grad()
@@ -105,13 +105,13 @@ class ChangingBuffers:
 
         ``shares``: the micro-batches of each rank. May raise ``Broken``.
         """
-        buffers = self._watch.buffers
+        buffers = self._guard.buffers
         if not buffers or group.size == 1:
             return
         mine = {id(each) for each in self._changed}
         flags = torch.tensor([float(id(each) in mine) for each in buffers], device=buffers[0].tensor.device)
         group.sum(flags)
-        together: dict[tuple[tuple[int, ...], bool, torch.dtype], list[Watched]] = {}
+        together: dict[tuple[tuple[int, ...], bool, torch.dtype], list[Guarded]] = {}
         for each, flag in zip(buffers, flags.tolist(), strict=True):
             layers = range(layout.layers) if each.unit is None else each.unit.layers
             ranks = tuple(sorted({rank for layer in layers for rank in layout.holders(layer)}))

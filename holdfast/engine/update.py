@@ -79,6 +79,11 @@ class Update:
         self.inverse = inverse
         groups = enumerate(made.param_groups)
         self._group_of = {p: number for number, group in groups for p in group["params"]}
+        if self._group_of.keys() - set(self.parameters):
+            raise UsageError(
+                f"optimizer {type(made).__name__} has parameters that are not the model's: nobody sums their gradients",
+                hint="put them into a layer, and give the optimizer the parameters that it is called with",
+            )
         self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
         self._outside = Outside(made)
         self._before: list[dict[str, Any]] = []  # values of the groups before the update of a step

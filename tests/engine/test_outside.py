@@ -101,6 +101,12 @@ def test_a_step_that_needs_a_closure_is_refused_before_training() -> None:
         Update(parameters(), torch.optim.LBFGS)
 
 
+def test_parameters_of_nobody_are_refused_before_training() -> None:
+    """Their gradients would be summed by nobody, and their state would be sent to nobody."""
+    with pytest.raises(UsageError, match="SGD has parameters that are not the model's"):
+        Update(parameters(), lambda ps: torch.optim.SGD([*ps, *linear().parameters()]))
+
+
 def test_terms_can_be_repeated_twice() -> None:
     """A step that writes into a tensor of a group does not write into the terms that it was given."""
     update = Update(parameters(), TensorInGroup)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.engine.guard import Guard
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.statistics import ChangingBuffers, refuse_running_statistics
-from holdfast.engine.watched import Watch
 from holdfast.errors import UsageError
 from holdfast.plan.layout import Layout, PlacedPipeline, side_by_side
 from tests.engine.memory_group import on_workers
@@ -36,17 +36,17 @@ def model_of(*layers: nn.Module) -> LayeredModel:
 
 
 class Buffers:
-    """Buffers of a model, watched as an engine watches them."""
+    """Buffers of a model, guarded as an engine does it."""
 
     def __init__(self, model: LayeredModel) -> None:
-        self.watch = Watch(model, trained=True)
-        self.changing = ChangingBuffers(self.watch)
+        self.guard = Guard(model, trained=True)
+        self.changing = ChangingBuffers(self.guard)
 
     def begin(self) -> None:
-        self.changing.begin(self.watch.begin())
+        self.changing.begin(self.guard.begin())
 
     def agree(self, group: Any, layout: Layout, shares: list[range] | None = None) -> None:
-        self.changing.note(self.watch.changed())
+        self.changing.note(self.guard.changed())
         self.changing.agree(group, layout, shares or [range(1)] * group.size)
 
 

@@ -95,6 +95,6 @@ class MakesBuffers(nn.Module):
         self.lin = linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "cache"):
+        if getattr(self, "cache", None) is None:
             self.register_buffer("cache", x.detach().mean())
         return self.lin(x)

@@ -22,11 +22,11 @@ from holdfast.errors import UsageError
 LOOK = 1 << 20  # bytes compared in each step at least: 0.05 ms
 ROUND = 32  # steps until every byte was compared: less than 1% of a step, even if that only reads each weight once
 
-Kind = Literal["buffer", "frozen parameter", "parameter"]
+Kind = Literal["buffer", "frozen parameter", "parameter", "buffer of the loss"]
 
 
 @dataclass(kw_only=True, eq=False)
-class Watched:
+class Guarded:
     """A tensor of the model, and what is known of it."""
 
     name: str
@@ -51,41 +51,46 @@ class Watched:
         return any(place.get(key) is not self.tensor for place, key in self.places)
 
 
-class Watch:
-    """All tensors of a model that this worker holds, watched from ``begin`` to ``changed``.
+class Guard:
+    """All tensors of a model that this worker holds, guarded from ``begin`` to ``changed``.
 
-    ``trained``: whether parameters that are trained are watched too. Their bytes are compared in the first step
-    only: each update changes them.
+    ``trained``: whether parameters that are trained are guarded too. Their bytes are compared in the first step
+    only: each update changes them. ``loss``: a module whose buffers are guarded too; nobody else gets these.
 
     >>> import torch
     >>> layer = nn.Linear(1, 1); layer.register_buffer("count", torch.zeros(()))
-    >>> watch = Watch(LayeredModel(layer, seed=0, device=torch.device("cpu")), trained=True)
-    >>> _ = watch.begin()
+    >>> guard = Guard(LayeredModel(layer, seed=0, device=torch.device("cpu")), trained=True)
+    >>> _ = guard.begin()
     >>> _ = layer.count.data.add_(1)
-    >>> [each.name for each in watch.changed()]
+    >>> [each.name for each in guard.changed()]
     ['count']
     """
 
-    def __init__(self, model: LayeredModel, *, trained: bool) -> None:
+    def __init__(self, model: LayeredModel, *, trained: bool, loss: object = None) -> None:
         self._model = model
         self._trained = trained
-        self._all = list(_watched(model))
-        self._sizes = [(each, len(each)) for each in _buffers_of_modules(model)]
-        self._held: list[Watched] = []
-        self._pieces: list[tuple[Watched, int]] = []  # of tensors that no update trains
+        self._all = list(_guarded(model))
+        modules = [module for _, module in _modules(model)]
+        if isinstance(loss, nn.Module):
+            named = loss.named_buffers()
+            self._all += [Guarded(name=n, kind="buffer of the loss", tensor=b, unit=None) for n, b in named]
+            modules += loss.modules()
+        self._there = [(module, _there(module)) for module in modules]
+        self._held: list[Guarded] = []
+        self._pieces: list[tuple[Guarded, int]] = []  # of tensors that no update trains
         self._next = 0  # the piece that is looked at next
-        self._is_first = True  # no pass was watched yet
+        self._is_first = True  # no pass was guarded yet
 
     @property
-    def buffers(self) -> list[Watched]:
+    def buffers(self) -> list[Guarded]:
         """All buffers of the model, held or not, in an order that is the same on every worker."""
         return [each for each in self._all if each.kind == "buffer"]
 
-    def is_held(self, each: Watched) -> bool:
+    def is_held(self, each: Guarded) -> bool:
         """Return whether a tensor has memory here."""
         return each.unit is None or self._model.is_held(each.unit)
 
-    def begin(self) -> list[Watched]:
+    def begin(self) -> list[Guarded]:
         """Note how things are before a pass; return the tensors that have got new values since the last one."""
         held = [each for each in self._all if self.is_held(each) and (self._trained or each.kind != "parameter")]
         moved = held != self._held
@@ -105,16 +110,17 @@ class Watch:
             self._next = 0
         return found
 
-    def changed(self) -> list[Watched]:
+    def changed(self) -> list[Guarded]:
         """Return the tensors that were changed since ``begin``, as far as this step looks at their bytes.
 
         Raises ``UsageError`` if a pass has made or removed a buffer.
         """
-        for buffers, size in self._sizes:
-            if len(buffers) != size:
+        for module, there in self._there:
+            if (now := _there(module)) != there:
+                name = next(key for key in dict.fromkeys((*now, *there)) if (key in now) != (key in there))
                 raise UsageError(
-                    f"the forward pass makes or removes a buffer ('{next(reversed(buffers), '')}')",
-                    hint="register all buffers when the layer is made",
+                    f"the forward pass makes or removes buffer '{name}' of a {type(module).__name__}",
+                    hint="register all buffers, with their values, when the layer is made",
                 )
         found = {id(each): each for each in self._held if each.is_replaced or each.now() != each.mark}
         for each in self._held:
@@ -127,7 +133,7 @@ class Watch:
         self._is_first = False
         return [each for each in self._held if id(each) in found]
 
-    def forget(self, some: Iterable[Watched] | None = None) -> None:
+    def forget(self, some: Iterable[Guarded] | None = None) -> None:
         """Take the present values of some tensors as theirs at the next ``begin``; None: of all."""
         for each in self._all if some is None else some:
             each.mark = None
@@ -143,7 +149,7 @@ class Watch:
             if kind and same and each.sums and checksums(each.tensor) != each.sums:
                 raise refusal(each)
 
-    def _window(self) -> list[tuple[Watched, int]]:
+    def _window(self) -> list[tuple[Guarded, int]]:
         """Return the pieces that this step looks at, and move on."""
         if not self._pieces:
             return []
@@ -158,9 +164,11 @@ class Watch:
         return turn
 
 
-def refusal(each: Watched, *, during: str = "the forward pass") -> UsageError:
+def refusal(each: Guarded, *, during: str = "the forward pass") -> UsageError:
     """Return the error of a change that no other worker would know of."""
-    if each.kind == "buffer":
+    if each.kind == "buffer of the loss":
+        hint = "keep no state in the loss: it is in no checkpoint, and no other worker gets it"
+    elif each.kind == "buffer":
         hint = "leave buffers alone while training, or numerics='fast'"
     elif each.kind == "frozen parameter":
         hint = "leave parameters alone in forward; what a forward pass changes is a buffer"
@@ -182,14 +190,15 @@ def _modules(model: LayeredModel) -> Iterator[tuple[str, nn.Module]]:
                 yield name, module
 
 
-def _buffers_of_modules(model: LayeredModel) -> list[dict[str, Tensor | None]]:
-    return [module._buffers for _, module in _modules(model)]
+def _there(module: nn.Module) -> list[str]:
+    """Return the names of a module's own buffers that have values."""
+    return [key for key, buffer in module._buffers.items() if buffer is not None]
 
 
-def _watched(model: LayeredModel) -> Iterator[Watched]:
+def _guarded(model: LayeredModel) -> Iterator[Guarded]:
     primaries = {id(alias): primary for alias, primary in model.aliases}
     units = {id(tensor): unit for unit in model.units for tensor in unit.tensors}
-    found: dict[int, Watched] = {}
+    found: dict[int, Guarded] = {}
     for path, module in _modules(model):
         places: list[tuple[dict[str, Any], str]] = [(module._parameters, key) for key in module._parameters]
         places += [(module._buffers, key) for key in module._buffers]
@@ -203,6 +212,6 @@ def _watched(model: LayeredModel) -> Iterator[Watched]:
                     kind = "parameter" if tensor.requires_grad else "frozen parameter"
                 unit = units.get(id(primaries.get(id(tensor), tensor)))
                 name = f"{path}.{key}" if path else key
-                found[id(tensor)] = Watched(name=name, kind=kind, tensor=tensor, unit=unit)
+                found[id(tensor)] = Guarded(name=name, kind=kind, tensor=tensor, unit=unit)
             found[id(tensor)].places.append((place, key))
     return iter(found.values())

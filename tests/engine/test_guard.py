@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from holdfast.cluster.group import alone
 from holdfast.engine.engine import Engine
+from holdfast.engine.guard import LOOK, ROUND, Guard
 from holdfast.engine.model import LayeredModel
-from holdfast.engine.watched import LOOK, ROUND, Watch
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.layout import side_by_side
 from holdfast.run.run import Run
@@ -91,11 +91,40 @@ def test_an_embedding_that_renormalises_its_weight_is_refused() -> None:
         engine.attempt(0, alone())
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_buffer_that_appears_is_refused(exact: bool) -> None:
-    engine = job_of(MakesBuffers(), exact=exact).engine()
-    with pytest.raises(UsageError, match="'cache'"):
+@pytest.mark.parametrize("empty", [True, False], ids=["filled", "made"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_a_buffer_that_appears_is_refused(exact: bool, empty: bool) -> None:
+    layer = MakesBuffers()
+    if empty:
+        layer.register_buffer("cache", None)
+    engine = job_of(layer, exact=exact).engine()
+    with pytest.raises(UsageError, match="makes or removes buffer 'cache' of a MakesBuffers"):
         engine.attempt(0, alone())
+
+
+class Centers(nn.Module):
+    """A loss with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.center.data.lerp_(output.detach().mean(0), 0.1)
+        return (output - self.center - target).square().mean()
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_a_loss_that_keeps_something_is_refused(exact: bool) -> None:
+    engine = job_of(linear(), exact=exact, loss=Centers()).engine()
+    with pytest.raises(UsageError, match="changes buffer of the loss 'center'"):
+        engine.attempt(0, alone())
+
+
+def test_a_loss_with_a_table_is_welcome() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.ones(WIDTH))
+    data = TensorDataset(torch.randn(13, WIDTH), torch.arange(13) % WIDTH)
+    step(job_of(linear(), loss=loss, data=data).engine(), 0)
 
 
 def test_an_evaluation_that_writes_is_refused() -> None:
@@ -179,17 +208,17 @@ def test_every_byte_is_compared_in_a_round() -> None:
     layer = Layer(lambda x, *_: x, linear())
     for number in range(70):
         layer.register_buffer(f"b{number}", torch.zeros(LOOK // 3 // 4 * (1 + number % 5)))
-    watch = Watch(LayeredModel(layer, seed=0, device=CPU), trained=True)
-    watch.begin()
-    assert watch.changed() == []
+    guard = Guard(LayeredModel(layer, seed=0, device=CPU), trained=True)
+    guard.begin()
+    assert guard.changed() == []
     with torch.no_grad():
         for number in range(70):
             layer.get_buffer(f"b{number}").data[-1] = 1
     found: set[str] = set()
     rounds = []
     for _ in range(ROUND):
-        watch.begin()
-        rounds.append({each.name for each in watch.changed()} - found)
+        guard.begin()
+        rounds.append({each.name for each in guard.changed()} - found)
         found |= rounds[-1]
     assert found == {f"b{number}" for number in range(70)}
     assert max(map(len, rounds)) < 10, "a part in each step"
@@ -199,10 +228,10 @@ def test_values_that_only_change_places_are_found() -> None:
     """A sum would not see that a queue was moved on."""
     layer = Layer(lambda x, *_: x, linear())
     layer.register_buffer("queue", torch.arange(4.0))
-    watch = Watch(LayeredModel(layer, seed=0, device=CPU), trained=True)
-    watch.begin()
+    guard = Guard(LayeredModel(layer, seed=0, device=CPU), trained=True)
+    guard.begin()
     layer.queue.data.copy_(layer.queue.roll(1))
-    assert [each.name for each in watch.changed()] == ["queue"]
+    assert [each.name for each in guard.changed()] == ["queue"]
 
 
 # --- fast mode: any buffer may change -----------------------------------------------------------------
