@@ -129,6 +129,18 @@ class State:
         run = {"progress": None, "transient": self._transient(filled), "made_of": None}
         return {**self._sections(filled), "scheduler": None, "step": None, "run": run}
 
+    def fit(self, targets: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        """Leave out of ``targets`` what the checkpoint does not have: once, fast mode saved no non-persistent buffers.
+
+        They get the values that their layers begin with, where a function makes the layer. ``saved``: its tree.
+        """
+        if saved["run"]["transient"]:
+            return
+        unsaved = {id(value) for value in targets["run"]["transient"].values() if isinstance(value, torch.Tensor)}
+        targets["run"]["transient"] = {}
+        units = [unit for unit in self.model.units if any(id(buffer) in unsaved for buffer in unit.buffers)]
+        self.model.make(unit for unit in units if self.model.can_make(unit))
+
     def restore(self, filled: dict[str, Any]) -> None:
         """Take over the values that were read into ``targets``. Raises ``CheckpointError`` for another optimizer."""
         for what, before, now in zip(_MADE_OF, filled["run"]["made_of"], self._made_of(), strict=True):
@@ -144,9 +156,10 @@ class State:
         return {"model": PartialModule(module=self.model.module, absent=absent), "optimizer": self.update.optimizer}
 
     def _transient(self, held: Held) -> dict[str, Any]:
-        """Return the non-persistent buffers. Modules do not save them, but a run that resumes exactly needs them."""
-        if not self._exact:  # without exactness they may differ between workers
-            return {}
+        """Return the non-persistent buffers. Modules do not save them, but a run that resumes needs them.
+
+        A layer that gets memory has no values in them, and forward passes may change them in fast mode.
+        """
         return {name: one.value if one.held else _absent(one) for name, one in self._names.transient(held).items()}
 
     def _made_of(self) -> list[str]:

@@ -224,6 +224,7 @@ class Resumer:
         try:
             catalogue = index.open(series.folder_of(self.settings.root, step))
             self._files = sorted(catalogue.files)
+            self._state.fit(into, catalogue.tree)
             self._planned(catalogue, into).carry_out()
         except CheckpointError as e:
             logger.warning("cannot resume from step %d: %s", step, e)
