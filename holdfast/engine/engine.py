@@ -20,7 +20,7 @@ from holdfast.engine.collector import Collector
 from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.guard import Guard, refusal
 from holdfast.engine.holdings import Holdings
-from holdfast.engine.model import LayeredModel
+from holdfast.engine.model import LayeredModel, Unit
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.stage import Stage, connect, post_of
 from holdfast.engine.statistics import ChangingBuffers
@@ -90,7 +90,6 @@ class Engine:
         None: as before.
         """
         self.order = self.order if order is None else order
-        self.guard.forget()  # what the layers have now is what they should have
         stage, self._stage = self._stage, None  # even if ``close`` raises, it is not closed a second time
         if stage is not None:
             stage.close()
@@ -262,9 +261,9 @@ class Engine:
         if self.buffers is not None:
             self.buffers.note(changed)
 
-    def look_at_all(self) -> None:
-        """Raise ``UsageError`` if some byte of what no pass may change has changed: before it is saved or hashed."""
-        self.guard.look_at_all(buffers=self.buffers is None)
+    def look_at(self, unit: Unit | None) -> None:
+        """Raise ``UsageError`` if some byte that no pass may change has changed, in a unit or (None) anywhere."""
+        self.guard.look_at_all(unit, buffers=self.buffers is None)
 
     def _all_norms(self, group: Group) -> torch.Tensor | None:
         """Return the norms of all parameters' gradients, if they are needed and some gradients are on other workers.

@@ -4,12 +4,13 @@ An operation that writes into a tensor is counted by torch, so a change is found
 through ``.data`` is not counted, so bytes are compared too. All bytes are compared in the first step, and whenever a
 tensor has got new values. After that each step looks at a part of them, in turn, because large frozen weights would
 cost more than a step may: at ``LOOK`` bytes or at one of ``ROUND`` parts, whichever is more. So a buffer of ordinary
-size is compared in every step, and every byte in ``ROUND`` steps. ``look_at_all`` compares everything at once.
+size is compared in every step, and every byte in ``ROUND`` steps. ``look_at_all`` compares everything at once, before
+it is saved or sent. What the run itself writes must be counted by torch (``State`` sees to it for checkpoints).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ class Guarded:
     kind: Kind
     tensor: Tensor
     unit: Unit | None  # that it moves with; None: it belongs to no layer, and every worker has it
+    is_alias: bool = False  # another weight's memory: its bytes are compared there
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # where modules keep it
     mark: tuple[int, int] | None = None  # when it was last looked at; None: not yet
     sums: list[int] = field(default_factory=list)  # checksums of its pieces; empty: its bytes are not compared
@@ -69,13 +71,11 @@ class Guard:
     def __init__(self, model: LayeredModel, *, trained: bool, loss: object = None) -> None:
         self._model = model
         self._trained = trained
-        self._all = list(_guarded(model))
-        modules = [module for _, module in _modules(model)]
-        if isinstance(loss, nn.Module):
-            named = loss.named_buffers()
-            self._all += [Guarded(name=n, kind="buffer of the loss", tensor=b, unit=None) for n, b in named]
-            modules += loss.modules()
-        self._there = [(module, _there(module)) for module in modules]
+        modules = list(_modules(model))
+        of_loss = list(loss.named_modules()) if isinstance(loss, nn.Module) else []
+        self._all = [*_parameters(model, modules), *_buffers(model, modules, "buffer")]
+        self._all += _buffers(model, of_loss, "buffer of the loss")
+        self._there = [(module, _there(module)) for _, module in [*modules, *of_loss]]
         self._held: list[Guarded] = []
         self._pieces: list[tuple[Guarded, int]] = []  # of tensors that no update trains
         self._next = 0  # the piece that is looked at next
@@ -101,7 +101,7 @@ class Guard:
             if each.mark == now:
                 continue
             each.mark, each.fresh = now, True
-            compared = each.is_plain and (each.kind != "parameter" or self._is_first)
+            compared = each.is_plain and not each.is_alias and (each.kind != "parameter" or self._is_first)
             each.sums = checksums(each.tensor) if compared else []
             found.append(each)
         if moved:
@@ -117,9 +117,8 @@ class Guard:
         """
         for module, there in self._there:
             if (now := _there(module)) != there:
-                name = next(key for key in dict.fromkeys((*now, *there)) if (key in now) != (key in there))
                 raise UsageError(
-                    f"the forward pass makes or removes buffer '{name}' of a {type(module).__name__}",
+                    f"the forward pass makes or removes buffer '{min(now ^ there)}' of a {type(module).__name__}",
                     hint="register all buffers, with their values, when the layer is made",
                 )
         found = {id(each): each for each in self._held if each.is_replaced or each.now() != each.mark}
@@ -133,17 +132,20 @@ class Guard:
         self._is_first = False
         return [each for each in self._held if id(each) in found]
 
-    def forget(self, some: Iterable[Guarded] | None = None) -> None:
-        """Take the present values of some tensors as theirs at the next ``begin``; None: of all."""
-        for each in self._all if some is None else some:
+    def accept(self, changed: Iterable[Guarded]) -> None:
+        """Take the present values of changed tensors as theirs at the next ``begin``."""
+        for each in changed:
             each.mark = None
 
-    def look_at_all(self, *, buffers: bool) -> None:
+    def look_at_all(self, unit: Unit | None = None, *, buffers: bool) -> None:
         """Raise ``UsageError`` for a frozen parameter of which some byte is not as it was; ``buffers``: for these too.
 
-        Writes that torch counts are passed over: those were made between steps, by the run or its script.
+        ``unit``: look at this one only. Writes that torch counts are passed over: those were made between steps, by
+        the run or its script.
         """
         for each in self._held:
+            if unit is not None and each.unit is not unit:
+                continue
             kind = each.kind == "frozen parameter" or (buffers and each.kind == "buffer")
             same = self.is_held(each) and each.now() == each.mark
             if kind and same and each.sums and checksums(each.tensor) != each.sums:
@@ -190,28 +192,42 @@ def _modules(model: LayeredModel) -> Iterator[tuple[str, nn.Module]]:
                 yield name, module
 
 
-def _there(module: nn.Module) -> list[str]:
+def _there(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that have values."""
-    return [key for key, buffer in module._buffers.items() if buffer is not None]
+    return {key for key, buffer in module._buffers.items() if buffer is not None}
 
 
-def _guarded(model: LayeredModel) -> Iterator[Guarded]:
+def _parameters(model: LayeredModel, modules: Sequence[tuple[str, nn.Module]]) -> Iterable[Guarded]:
+    """Return the parameters of some modules, each once, by the first of its names."""
     primaries = {id(alias): primary for alias, primary in model.aliases}
     units = {id(tensor): unit for unit in model.units for tensor in unit.tensors}
     found: dict[int, Guarded] = {}
-    for path, module in _modules(model):
-        places: list[tuple[dict[str, Any], str]] = [(module._parameters, key) for key in module._parameters]
-        places += [(module._buffers, key) for key in module._buffers]
-        for place, key in places:
-            tensor = place[key]
-            if tensor is None:
+    for path, module in modules:
+        for key, p in module._parameters.items():
+            if p is None:
                 continue
-            if id(tensor) not in found:
-                kind: Kind = "buffer"
-                if isinstance(tensor, nn.Parameter):
-                    kind = "parameter" if tensor.requires_grad else "frozen parameter"
-                unit = units.get(id(primaries.get(id(tensor), tensor)))
-                name = f"{path}.{key}" if path else key
-                found[id(tensor)] = Guarded(name=name, kind=kind, tensor=tensor, unit=unit)
-            found[id(tensor)].places.append((place, key))
-    return iter(found.values())
+            if id(p) not in found:
+                found[id(p)] = Guarded(
+                    name=f"{path}.{key}" if path else key,
+                    kind="parameter" if p.requires_grad else "frozen parameter",
+                    tensor=p,
+                    unit=units.get(id(primaries.get(id(p), p))),
+                    is_alias=id(p) in primaries,
+                )
+            found[id(p)].places.append((module._parameters, key))
+    return found.values()
+
+
+def _buffers(model: LayeredModel, modules: Sequence[tuple[str, nn.Module]], kind: Kind) -> Iterable[Guarded]:
+    """Return the buffers of some modules, each once, by the first of its names."""
+    units = {id(tensor): unit for unit in model.units for tensor in unit.tensors}
+    found: dict[int, Guarded] = {}
+    for path, module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in found:
+                name, unit = f"{path}.{key}" if path else key, units.get(id(buffer))
+                found[id(buffer)] = Guarded(name=name, kind=kind, tensor=buffer, unit=unit)
+            found[id(buffer)].places.append((module._buffers, key))
+    return found.values()

@@ -7,7 +7,7 @@ those of a worker that holds everything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ class State:
 
     ``progress`` has what else a joiner needs to know, such as the step. Any unit with memory may be written, but only
     units in ``holdings`` are read: memory whose values never arrived must not be taken for state. Without ``holdings``,
-    every unit with memory counts. ``look`` is called before anything is saved or hashed, and may raise.
+    every unit with memory counts. ``look`` is called with each unit before it is sent, and with
+    None before all are saved or hashed. It may raise.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class State:
         *,
         holdings: Holdings | None = None,
         exact: bool = True,
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[Unit | None], None] = lambda unit: None,
     ) -> None:
         self.model = model
         self.update = update
@@ -70,6 +71,7 @@ class State:
     def read(self, unit: Unit) -> Any:
         """Return the values of a unit that is held here: parameters, buffers, and the optimizer's slots."""
         assert self.is_held(unit), f"unit {unit.number} is not here"
+        self._look(unit)
         trained = [p for p in unit.parameters if p.requires_grad]
         # Buffers are copied: a forward pass may change them while they are being sent.
         copies = [buffer.clone() for buffer in unit.buffers]
@@ -89,6 +91,11 @@ class State:
         if "extra" in value:
             self.model.module.load_state_dict(value["extra"], strict=False)
 
+    def filled(self) -> None:
+        """Note that a checkpoint was read into all units with memory here, and forget what the others had."""
+        _count_writes(unit for unit in self.model.units if self.model.is_held(unit))
+        self.forget()
+
     def forget(self) -> None:
         """Drop the optimizer's slots of parameters that have no memory here."""
         self.update.forget([p for p in self.model.trainable if not self._names.has(p, self.model.is_held)])
@@ -103,6 +110,7 @@ class State:
             yield
         finally:
             slots.update(kept)
+            _count_writes(unit for unit in self.model.units if unit.number in units)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -111,7 +119,7 @@ class State:
 
         Units of other workers are there by name and shape, so that the trees of all workers form one checkpoint.
         """
-        self._look()
+        self._look(None)
         transient = self._transient(self.is_held)
         return {
             **self._sections(self.is_held),
@@ -176,7 +184,7 @@ class State:
 
     def digests(self, *, weights_only: bool = False) -> dict[str, str]:
         """Return a SHA-256 for each name that is held here: of weights and buffers, and of each parameter's slots."""
-        self._look()
+        self._look(None)
         saved = self._names.saved(self.is_held)
         found = {_MODEL + name: _digest([name, one.value]) for name, one in saved.items() if one.held}
         if not weights_only:
@@ -232,6 +240,13 @@ def _digest(value: Any) -> str:
     for tensor in tensors:
         digest.update(as_bytes(tensor))
     return digest.hexdigest()
+
+
+def _count_writes(units: Iterable[Unit]) -> None:
+    """Let torch count a write into each tensor: checkpoints are read into their memory without its knowledge."""
+    for unit in units:
+        for tensor in unit.tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -96,7 +96,7 @@ class ChangingBuffers:
 
     def keep(self) -> None:
         """Keep the new values: the attempt was applied."""
-        self._guard.forget(self._changed)
+        self._guard.accept(self._changed)
         self._changed, self._is_open = [], False
 
     @torch.no_grad()

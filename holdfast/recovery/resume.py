@@ -188,7 +188,7 @@ class Resumer:
     def fill(self, step: int) -> None:
         """Read all layers that have memory here. After an error some of them may be overwritten: do not use them."""
         self._read(step, self._state.targets())
-        self._state.forget()
+        self._state.filled()
 
     def fill_units(self, step: int, units: Collection[int]) -> None:
         """Read some units only, while a run goes on. The caller restores the optimizer's settings afterwards."""

@@ -139,7 +139,7 @@ class Run:
             self._progress,
             holdings=engine.holdings,
             exact=engine.exact,
-            look=engine.look_at_all,
+            look=engine.look_at,
         )
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._saver = Saver(kept, self._state, self._events, self._log) if kept else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -10,12 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from holdfast.checkpoint import save
+from holdfast.checkpoint.series import folder_of
+from holdfast.cluster.events import Events
 from holdfast.cluster.group import alone
 from holdfast.engine.engine import Engine
 from holdfast.engine.guard import LOOK, ROUND, Guard
 from holdfast.engine.model import LayeredModel
+from holdfast.engine.progress import Progress
+from holdfast.engine.state import State
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.layout import side_by_side
+from holdfast.recovery.resume import Checkpoints, Resumer
 from holdfast.run.run import Run
 from holdfast.sync.selsync import SelSync
 from tests.engine.memory_group import on_workers
@@ -114,9 +121,16 @@ class Centers(nn.Module):
         return (output - self.center - target).square().mean()
 
 
+class Replaces(Centers):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.center = self.center.lerp(output.detach().mean(0), 0.1)
+        return (output - self.center - target).square().mean()
+
+
+@pytest.mark.parametrize("loss", [Centers, Replaces])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-def test_a_loss_that_keeps_something_is_refused(exact: bool) -> None:
-    engine = job_of(linear(), exact=exact, loss=Centers()).engine()
+def test_a_loss_that_keeps_something_is_refused(exact: bool, loss: type[Centers]) -> None:
+    engine = job_of(linear(), exact=exact, loss=loss()).engine()
     with pytest.raises(UsageError, match="changes buffer of the loss 'center'"):
         engine.attempt(0, alone())
 
@@ -163,7 +177,7 @@ def test_a_model_that_writes_nothing_is_welcome() -> None:
         engine.evaluate(job.data, job.loss, alone())
         with torch.no_grad():
             tables.mask.fill_(float(number))  # by the script, between steps, as torch counts it
-        engine.look_at_all()
+        engine.look_at(None)
 
 
 # --- what is too large to be compared in each step ----------------------------------------------------
@@ -197,10 +211,44 @@ def test_a_late_write_into_a_large_tensor_is_found_within_a_round_of_steps() -> 
 def test_a_late_write_into_a_large_tensor_is_found_before_it_is_saved_or_hashed() -> None:
     engine = large(first=5)
     step(engine, 0)
-    engine.look_at_all()
+    engine.look_at(None)
     step(engine, 1)
     with pytest.raises(UsageError, match=r"frozen parameter '1\.kept'"):
-        engine.look_at_all()
+        engine.look_at(None)
+
+
+def test_a_late_write_is_found_before_it_is_sent_and_a_new_generation_does_not_hide_it() -> None:
+    job = job_of(Writer("through .data", "frozen", first=5, size=40 * LOOK // 4))
+    engine = job.engine()
+    state = State(engine.model, engine.update, Progress(), look=engine.look_at)
+    step(engine, 0)
+    state.read(engine.model.units[1])
+    engine.attempt(1, alone())
+    engine.drop()
+    engine.enter(engine.layout, alone())
+    state.read(engine.model.units[0])
+    with pytest.raises(UsageError, match=r"frozen parameter '1\.kept'"):
+        state.read(engine.model.units[1])
+
+
+def test_values_from_a_checkpoint_are_no_writes_of_a_pass(tmp_path: Path) -> None:
+    """They are read into the tensors' memory, past torch, also while a run goes on."""
+    frozen = Layer(lambda x, inner: inner(x), linear().requires_grad_(False))
+    engine = job_of(frozen, Counts(), exact=False).engine()
+    state = State(engine.model, engine.update, Progress(), look=engine.look_at, exact=False)
+    resumer = Resumer(Checkpoints(folder=tmp_path), state, Events(None))
+    step(engine, 0)
+    saved = contents(engine)
+    save(folder_of(tmp_path, 1), state.tree())
+    with torch.no_grad():
+        engine.model.module.get_parameter("1.inner.0.weight").fill_(3.0)
+    step(engine, 1)
+    resumer.fill(1)
+    assert_equal(contents(engine), saved)
+    engine.attempt(1, alone())
+    engine.drop()
+    assert_equal(contents(engine), saved)
+    state.tree()
 
 
 def test_every_byte_is_compared_in_a_round() -> None:
