@@ -20,6 +20,7 @@ from holdfast.engine.guard import LOOK, ROUND, Guard
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
+from holdfast.engine.statistics import ChangingBuffers
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.layout import side_by_side
 from holdfast.recovery.resume import Checkpoints, Resumer
@@ -346,6 +347,16 @@ def test_a_dropped_attempt_leaves_no_trace_and_a_redone_step_is_that_of_a_clean_
     clean, redone = on_workers(2, work(False)), on_workers(2, work(True))
     for each in [clean[1], *redone]:
         assert_equal(each, clean[0])
+
+
+def test_control_without_the_copies_a_dropped_attempt_leaves_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChangingBuffers, "restore", lambda self: None)
+    engine = job_of(Counts(), exact=False).engine()
+    step(engine, 0)
+    before = contents(engine)
+    engine.attempt(1, alone())
+    engine.drop()
+    assert {name for name, now in contents(engine).items() if not same_bits(now, before[name])} >= {"1.batches"}
 
 
 def test_an_attempt_that_breaks_halfway_is_undone() -> None:

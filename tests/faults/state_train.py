@@ -36,10 +36,26 @@ def own_state(run: holdfast.Run) -> dict[str, str]:
     return found
 
 
+def leave_a_trace(buffers: ChangingBuffers) -> None:
+    """Stands in for ``restore``: another trace on each worker."""
+    own = float(os.environ["HOLDFAST_WORKER"].split(".")[1])
+    for each in buffers._guard.buffers:
+        if each.tensor.is_floating_point():
+            each.tensor.add_(own)
+
+
+def wait_for_joiner(run: holdfast.Run) -> None:
+    """Return when somebody waits to join, at the latest after ten seconds."""
+    for _ in range(500):
+        if run._cohort.membership.wishes()[0]:
+            return
+        time.sleep(0.02)
+
+
 def main() -> None:
     setting = os.environ.get
     if setting("SABOTAGE"):
-        ChangingBuffers.restore = lambda self: None  # type: ignore[method-assign]
+        ChangingBuffers.restore = leave_a_trace  # type: ignore[method-assign]
     torch.manual_seed(0)
     made = getattr(optimizers, setting("OPTIMIZER", ""), torch.optim.AdamW)
     run = holdfast.Run(
@@ -57,7 +73,7 @@ def main() -> None:
     wanted = int(setting("WANTED", "0"))
     for step in run.steps(int(setting("STEPS", "10"))):
         if wanted and step.workers != wanted:
-            time.sleep(0.5)  # until the replacement is there: a busy machine takes its time
+            wait_for_joiner(run)
     line = {"worker": setting("HOLDFAST_WORKER"), "sha256": run.sha256(), "own": own_state(run)}
     with open(os.environ["RESULTS"], "a") as results:
         results.write(json.dumps(line) + "\n")
