@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -50,6 +50,15 @@ def run(
         ),
     ] = "auto",
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for missing machines.")] = 30.0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            envvar="HOLDFAST_GRACE",
+            help="Seconds from a preemption notice to the end of this machine, the last checkpoint included. Default: "
+            "until SLURM_JOB_END_TIME after SLURM's --signal=USR1@..., else 30.",
+        ),
+    ] = None,
     log_dir: Annotated[Path, typer.Option(help="For the workers' output and events.jsonl.")] = Path("holdfast-logs"),
     token_file: Annotated[
         Path | None,
@@ -67,7 +76,8 @@ def run(
     """Start a training script on workers that may fail.
 
     A lost worker takes nobody along: the survivors go on, a replacement joins by itself. SIGTERM is a
-    preemption notice: this machine's workers leave at the next step boundary.
+    preemption notice: this machine's workers leave at the next step boundary. If all workers of the run are
+    asked to leave, they save a checkpoint first.
     """
     minimum, maximum = parse_nnodes(nnodes)
     faults.parse(os.environ.get("HOLDFAST_FAULTS", ""))  # a misspelt fault must not pass for a survived one
@@ -92,14 +102,24 @@ def run(
         heartbeat_timeout=heartbeat_timeout,
         step_timeout=step_timeout,
         patience=patience,
+        grace=grace,
         log_dir=log_dir,
     )
     raise typer.Exit(asyncio.run(start(settings)))
 
 
 async def start(settings: AgentSettings) -> int:
-    complain = functools.partial(print, file=sys.stderr, flush=True)
-    return await Agent(settings, say=functools.partial(print, flush=True), complain=complain).run()
+    say, complain = (functools.partial(_show, stream) for stream in (sys.stdout, sys.stderr))
+    return await Agent(settings, say=say, complain=complain).run()
+
+
+def _show(stream: TextIO, text: str) -> None:
+    """Print a line. Once the terminal or pipe is gone, print nothing: the run goes on, or leaves in order."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
