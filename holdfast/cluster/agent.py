@@ -286,7 +286,8 @@ class Agent:
                 self._patience.cancel()
             self._patience = asyncio.get_running_loop().call_later(WRITING_SECONDS, self._end, self._code or 0)
         elif self._leaving:
-            self._end(code)  # its own signal has set the exit code already
+            # Its own signal has set the exit code already. A worker's error is shown: the last save may have failed.
+            self._end(code, text if text.startswith("holdfast: ") else "")
         elif code:
             self._end(code, text if text.startswith(("Traceback", "holdfast")) else f"holdfast: {text}")
         else:

@@ -103,7 +103,7 @@ def run_worker(order: Order, lifeline: int) -> int:
         return code
     except HoldfastError as e:
         logging.getLogger(__name__).error(e)
-        error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True}
+        error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True, "refused": e.refused}
         _tell_agent(lifeline, error)
         return e.exit_code
     except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,12 @@ from holdfast.checkpoint.loading import Filler
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.ranks import Alone, Ranks, together
 from holdfast.cluster.events import Events
+from holdfast.cluster.group import Group
 from holdfast.engine.state import State, nothing
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
 from holdfast.plan import save_interval
+from holdfast.recovery import sight
+from holdfast.recovery.copy import pass_on
 
 logger = logging.getLogger(__name__)
 
@@ -98,20 +102,21 @@ class Resumer:
         self._before = ""  # settings of the run that saved the open checkpoint
         self._files: list[str] = []  # names of the files of the checkpoint that was read last
         self._longest: int | None = None  # steps for which the log has room; None: no limit
+        self._mark = ""  # name of the file that marks the run's folder; empty: the folder cannot be written
 
-    def resume(self, ranks: Ranks | None = None, *, hold: Callable[[], None] = lambda: None) -> bool:
+    def resume(
+        self, ranks: Ranks | None = None, *, worker: str = "0.0", hold: Callable[[], None] = lambda: None
+    ) -> bool:
         """Fill the state from the newest checkpoint that is sound for every worker; return False if there is none yet.
 
-        All workers of ``ranks`` call it together. ``hold`` is called after ``open``, to give the layers of this worker
-        memory, and again for each older checkpoint that is tried. Raises ``CheckpointError`` if all checkpoints
-        are damaged, ``Unfit`` if one is of another model.
+        All workers of ``ranks`` call it together; ``worker`` is this one's name. ``hold`` is called after ``open``, to
+        give the layers of this worker memory, and again for each older checkpoint that is tried. Raises
+        ``CheckpointError`` if all checkpoints are damaged or workers see different folders, ``Unfit`` if one is of
+        another model.
         """
         ranks = ranks or Alone()
-        found = together(ranks, "resume", lambda: self.candidates() if ranks.rank == 0 else [])
-        # The first worker's list counts: on a network's file system others may see new folders later.
-        steps: list[int] = json.loads(ranks.exchange(json.dumps(found).encode())[0])
         failures: list[CheckpointError] = []
-        for step in steps:
+        for step in self._look_together(ranks, worker):
             failure = self.agreed(ranks, step, self.open)
             if failure is None:
                 hold()
@@ -124,6 +129,43 @@ class Resumer:
         if failures:
             raise failures[0]
         return False
+
+    def _look_together(self, ranks: Ranks, worker: str) -> list[int]:
+        """Look for checkpoints on all workers; return their steps, newest first.
+
+        Raises ``CheckpointError`` if workers see different folders, at the latest ``sight.CACHE_SECONDS`` after the
+        first look.
+        """
+        root, begin = self.settings.root, time.monotonic()
+        mark = together(ranks, "resume", lambda: self._prepare() if ranks.rank == 0 else "")
+        self._mark = ranks.exchange(mark.encode())[0].decode()
+        while True:
+            waited = time.monotonic() - begin
+            mine = json.dumps([waited, sight.look(root, self._mark, worker).to_json()]).encode()
+            said = [json.loads(text) for text in ranks.exchange(mine)]
+            verdict = sight.compare([sight.View.from_json(view) for _, view in said], waited=said[0][0])
+            if verdict.refusal:
+                raise CheckpointError(verdict.refusal, hint=sight.HINT)
+            if not verdict.again:
+                return list(verdict.steps[::-1])
+            time.sleep(sight.AGAIN_SECONDS)
+
+    def welcome(self, group: Group, *, worker: str, teller: int, listeners: Collection[int]) -> None:
+        """Check that workers which join see the run's folder. All members of the generation call it.
+
+        ``worker``: the name of this one. ``teller``: the rank of a worker that knows the run. ``listeners``: the ranks
+        of those that join. Raises ``sight.Unsighted`` on a listener that has not seen it for ``sight.SOON_SECONDS``:
+        no longer, because the others wait.
+        """
+        self._mark = pass_on(group, self._mark, sender=teller, listeners=listeners, device=self._state.model.device)
+        begin = time.monotonic()
+        while group.rank in listeners:
+            view = sight.look(self.settings.root, self._mark, worker)
+            if view.is_right:
+                return
+            if time.monotonic() - begin > sight.SOON_SECONDS:
+                sight.refuse_joiner(view)
+            time.sleep(sight.AGAIN_SECONDS)
 
     def agreed(self, ranks: Ranks, step: int, work: Callable[[int], None]) -> CheckpointError | None:
         """Do ``work(step)`` on all workers; return the error of one that failed, or None.
@@ -153,8 +195,11 @@ class Resumer:
 
     # --- the parts of resuming -------------------------------------------------------------------
 
-    def candidates(self) -> list[int]:
-        """Return the steps with a checkpoint, newest first. Raises ``CheckpointError`` if the folder is itself one."""
+    def _prepare(self) -> str:
+        """Make the folder, and leave a mark in it; return its name. The first worker calls it.
+
+        Raises ``CheckpointError`` if the folder is itself a checkpoint, or cannot be made.
+        """
         root = self.settings.root
         with explained(root, "create"):
             make_folder(root.absolute())
@@ -166,7 +211,7 @@ class Resumer:
             )
         if not steps:
             logger.info("no checkpoint in %s yet: training starts at step 0", root)
-        return steps[::-1]
+        return sight.leave_mark(root)
 
     def open(self, step: int) -> None:
         """Take over what all workers share, and check that the checkpoint is of this model. Reads no layers."""

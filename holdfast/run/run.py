@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +32,7 @@ from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
 from holdfast.engine.step import TrainingStep
 from holdfast.engine.update import Schedule
-from holdfast.errors import UsageError
+from holdfast.errors import CheckpointError, UsageError
 from holdfast.log.log import LogSettings
 from holdfast.plan.placement import Placement
 from holdfast.recovery.resume import Checkpoints
@@ -150,6 +152,8 @@ class Run:
             self._apart = RunTraining(settings.policy, *parts, between=self._between_steps)
         faults.plan(membership.worker)
         _runs.append(self)
+        if self._saver is not None and isinstance(membership, Solo):
+            atexit.register(_exit_if_unsaved, self._saver)
 
     # --- training --------------------------------------------------------------------------------
 
@@ -324,6 +328,23 @@ def _membership(label: str) -> Membership:
             "several workers without a holdfast agent", hint="start the script with: holdfast run -n 4 train.py"
         )
     return Solo()
+
+
+def _exit_if_unsaved(saver: Saver) -> None:
+    """End a process that has no agent with an exit code that is not 0 if its last checkpoint could not be saved.
+
+    Python calls it at its exit, after the threads that write have ended. A function that is called there cannot change
+    the exit code, except by ending the process.
+    """
+    try:
+        saver.fail_if_unsaved()
+    except CheckpointError as e:
+        if not hasattr(sys, "last_value"):  # else an exception ends the script: it has been shown, and its code is 1
+            logger.error(e)
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(e.exit_code)
 
 
 def leave() -> None:

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
+
 from holdfast.checkpoint import index, series
 from holdfast.checkpoint.background import Work
 from holdfast.checkpoint.safetensors_writer import StagedImage
@@ -58,6 +60,7 @@ class Saver(Resumer):
         self._written = threading.Event()  # this worker has written its share of the last checkpoint
         self._written.set()
         self._everywhere = threading.Event()  # every worker has written its share of it, or never will
+        self.failure = ""  # why this worker could not do its part of the last checkpoint that failed
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -102,14 +105,17 @@ class Saver(Resumer):
     def settle(self, cohort: Cohort) -> None:
         """Wait until the last checkpoint is durable, before all leave.
 
-        It is taken once more if it does not exist: the worker that should have committed it may be lost.
+        It is taken once more if it does not exist: the worker that should have committed it may be lost. Raises
+        ``CheckpointError`` on all workers if it does not exist then either: a run must not seem to have ended well.
         """
         progress = self._state.progress
         for again in (False, True):
             cohort.commit(Flush(self))
-            there = cohort.commit(LookForCheckpoint(self))
-            if there or again or not progress.step:
+            look = LookForCheckpoint(self, self._state.model.device)
+            if cohort.commit(look) or not progress.step:
                 return
+            if again:
+                raise unsaved(progress.step, look.failure)
             progress.saved = None
             cohort.commit(TakeCheckpoint(self, cohort, progress.step))
 
@@ -118,7 +124,17 @@ class Saver(Resumer):
         self._everywhere.set()
         self.leave()
         saved = self._state.progress.saved
-        return saved is not None and index.exists(series.folder_of(self.settings.root, saved))
+        try:
+            return saved is not None and index.exists(series.folder_of(self.settings.root, saved))
+        except CheckpointError as e:
+            self.failure = self.failure or str(e)
+            return False
+
+    def fail_if_unsaved(self) -> None:
+        """Raise ``CheckpointError`` if the last checkpoint that was to be saved does not exist. For one process."""
+        saved = self._state.progress.saved
+        if saved is not None and not self.last_exists():
+            raise unsaved(saved, self.failure)
 
     def attempt(self, group: Group, step: int) -> float:
         """Take the snapshot; return the number of steps to the next one, or ``SKIP`` if it failed.
@@ -149,6 +165,7 @@ class Saver(Resumer):
 
     def _snapshot(self, group: Group, step: int) -> None:
         """Copy this worker's share of the state to the staging area. Raises ``CheckpointError`` if it is in use."""
+        self.failure = ""
         if not self.flush(PATIENCE_SECONDS):
             raise CheckpointError("the last one is still being written", hint="a slow disk? save less often")
         ranks = Texts(group, self._state.model.device)
@@ -228,6 +245,7 @@ class Saver(Resumer):
         """Report that a checkpoint failed. Training goes on without it."""
         if self._log is not None and isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
             self._log.give_up("the disk has no room for a checkpoint")  # the log's files may be what fills the disk
+        self.failure = str(error)
         self._events.write("checkpoint-failed", step=step, reason=str(error))
         logger.warning("no checkpoint of step %d: %s; training goes on", step, error)
 
@@ -271,12 +289,26 @@ class Flush(Operation):
 
 
 class LookForCheckpoint(Operation):
-    """The operation that finds out whether the last checkpoint exists. The first worker looks; its value is 1 or 0."""
+    """The operation that finds out whether the last checkpoint exists. The first worker looks; its value is 1 or 0.
+
+    ``failure``: why it does not exist, as far as any worker knows.
+    """
 
     kind: Kind = "checkpoint"
 
-    def __init__(self, saver: Saver) -> None:
-        self._saver = saver
+    def __init__(self, saver: Saver, device: torch.device) -> None:
+        self._saver, self._device = saver, device
+        self.failure = ""
 
     def attempt(self, group: Group) -> list[float]:
-        return [0.0 if group.rank else float(self._saver.last_exists())]
+        there = self._saver.last_exists()
+        first, *others = Texts(group, self._device).exchange(self._saver.failure.encode())
+        # The first worker may only know that another one has failed: that one knows why.
+        self.failure = next((text.decode() for text in (*others, first) if text), "")
+        return [0.0 if group.rank else float(there)]
+
+
+def unsaved(step: int, failure: str) -> CheckpointError:
+    """Return the error for a run whose last checkpoint does not exist."""
+    why = f": {failure}" if failure else ""
+    return CheckpointError(f"training has ended, but its last checkpoint, of step {step}, could not be saved{why}")
