@@ -20,7 +20,7 @@ from holdfast.cluster import wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
-from holdfast.cluster.membership import GIVEN_UP
+from holdfast.cluster.membership import GIVEN_UP, new_incarnation
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
 
@@ -90,6 +90,7 @@ class Agent:
         self._local = LocalWorkers(
             log_dir=settings.log_dir, zygote=zygote, events=self._events, say=self._say, ended=self._ended
         )
+        self._incarnation = new_incarnation()
         self._own_address = LOOPBACK  # this machine's address, as the coordinator reaches it
         self._master_port = 0  # MASTER_PORT of all scripts of the run, told by the coordinator
         self._writer: asyncio.StreamWriter | None = None  # to the coordinator; None while there is no connection
@@ -152,6 +153,7 @@ class Agent:
                 "patience": settings.patience,
                 "judge": settings.judge,
                 "master-port": self._keeper.master_port,
+                "run": self._incarnation,
             }
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             jobs.append(self._keeper.keep(words, settings.token, lambda: self._events.write("coordinator-restart")))
@@ -191,7 +193,8 @@ class Agent:
         since = time.monotonic()
         while True:
             slots = 0 if self._leaving else self._slots
-            hello = {"role": "agent", "host": self.host, "slots": slots, "begun": self._begun}
+            hello = {"role": "agent", "host": self.host, "agent": self._incarnation}
+            hello |= {"slots": slots, "begun": self._begun}
             hello["finished"] = self.finishing  # a worker may have ended while there was no connection
             try:
                 # TCP would try for minutes, although the network may be back much earlier: so try again soon.
@@ -332,6 +335,7 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "HOLDFAST_WORKER": name,
+            "HOLDFAST_INCARNATION": new_incarnation(),
             "HOLDFAST_HOST": settings.hosts[slot % len(settings.hosts)] if settings.hosts else str(host),
             "HOLDFAST_COORDINATOR": f"{address}:{port}",
             "HOLDFAST_TOKEN": settings.token,
@@ -345,7 +349,8 @@ class Agent:
         """Tell the coordinator that a worker has ended, and replace it if it is still needed."""
         if worker.orphan and self.finishing:
             code = 0  # its exit code is unknown, and it had nothing left to do
-        report = {"type": "exit", "worker": worker.name, "code": code, "cause": cause, "error": worker.error}
+        report: Message = {"type": "exit", "worker": worker.name, "incarnation": worker.incarnation}
+        report |= {"code": code, "cause": cause, "error": worker.error}
         self._tell(report | {"finished": code == 0 and not self._leaving})
         if worker.error is not None and worker.error["final"] and self._writer is None:
             self._end(code, worker.error["text"])  # without the coordinator nobody else would end the run

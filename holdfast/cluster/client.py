@@ -39,6 +39,7 @@ class Place:
     address: str  # this machine's, for the other workers
     heartbeat: float  # seconds of silence after which the coordinator counts as lost
     lifeline: int  # descriptor of the socket to the agent
+    incarnation: str = ""  # tells this process from another of the same name
     host: str = ""  # its failure domain
     patience: float = 60.0  # seconds to wait for a coordinator whose machine may be gone for good
 
@@ -56,6 +57,7 @@ class Place:
             address=environment["HOLDFAST_ADDRESS"],
             heartbeat=float(environment["HOLDFAST_HEARTBEAT"]),
             lifeline=int(environment["HOLDFAST_LIFELINE"]),
+            incarnation=environment["HOLDFAST_INCARNATION"],
             host=environment.get("HOLDFAST_HOST") or environment["HOLDFAST_WORKER"].partition(".")[0],
             patience=float(environment.get("HOLDFAST_PATIENCE", "60")),
         )
@@ -74,7 +76,13 @@ class Client:
     def __init__(self, place: Place, *, label: str) -> None:
         self.worker = place.worker
         self._place = place
-        self._seat = Seat(worker=place.worker, address=place.address, host=place.host, label=label)
+        self._seat = Seat(
+            worker=place.worker,
+            address=place.address,
+            host=place.host,
+            label=label,
+            incarnation=place.incarnation,
+        )
         self._changed = threading.Condition()  # guards everything below, and the seat
         self._line: Line | None = None  # to the coordinator; None while there is no connection
         self._alone_since = time.monotonic()  # when the connection was lost
@@ -111,7 +119,7 @@ class Client:
 
     def store(self, generation: Generation) -> GenerationStore:
         with self._changed:
-            return self._store(generation.number)
+            return self._store(generation)
 
     def on_break(self, callback: Callable[[int], None]) -> None:
         self._on_break = callback
@@ -126,7 +134,7 @@ class Client:
         self._seat.formed()
 
     def progressed(self, generation: Generation, operation: int) -> None:
-        self._tell(self._seat.progressed(generation.number, operation))
+        self._tell(self._seat.progressed(generation, operation))
 
     def finished(self) -> None:
         self._tell(self._seat.finished())
@@ -149,12 +157,13 @@ class Client:
             except OSError:
                 pass
 
-    def _store(self, number: int) -> GenerationStore:
+    def _store(self, generation: Generation) -> GenerationStore:
         """Return the store of a generation, and forget those of older ones."""
+        number = generation.number
         if number not in self._stores:
 
             def push(key: str, value: bytes) -> None:
-                self._tell(self._seat.put(number, key, value))
+                self._tell(self._seat.put(generation, key, value))
 
             self._stores = {n: s for n, s in self._stores.items() if n >= number}
             self._stores[number] = GenerationStore(push)
@@ -243,10 +252,10 @@ class Client:
             with self._changed:
                 news = self._seat.hear(message)
                 if isinstance(news, Next):
-                    self._store(news.generation.number)
+                    self._store(news.generation)
                     self._changed.notify_all()
                 elif isinstance(news, Value):
-                    self._store(news.generation).arrived(news.key, news.value)
+                    self._stores[news.generation].arrived(news.key, news.value)
                 elif isinstance(news, Over):
                     self._over(news)
                 elif isinstance(news, Stop):

@@ -63,6 +63,35 @@ def _reason(dismissed: Collection[str], joiners: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The number of an agent, or None if it is refused, and why."""
+
+    number: int | None
+    reason: str
+
+
+def enter_host(*, number: int | None, agent: str, known: Mapping[str, int], next_number: int, most: int) -> Entry:
+    """Decide which number an agent gets.
+
+    ``number``: the one it says it has. ``agent``: its incarnation. ``known``: the numbers of connected agents, by
+    incarnation. ``next_number``: for a new one. ``most``: agents that may take part.
+
+    >>> enter_host(number=None, agent="b", known={"a": 0}, next_number=1, most=2).number
+    1
+    >>> enter_host(number=0, agent="b", known={"a": 0}, next_number=1, most=2).reason
+    'host 0 is another agent by now: this one belongs to an earlier start of the run'
+    """
+    if agent in known:  # a new connection; the answer on its old one may be lost
+        return Entry(number=known[agent], reason="it is known")
+    if number is not None and number in known.values():
+        reason = f"host {number} is another agent by now: this one belongs to an earlier start of the run"
+        return Entry(number=None, reason=reason)
+    if number is None and len(known) >= most:
+        return Entry(number=None, reason=f"the run has all of its {most} hosts")
+    return Entry(number=next_number if number is None else number, reason="it is new here")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Readiness:
     """Whether the first generation can begin, and if not what it waits for."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import importlib
 import os
 import signal
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from holdfast.cluster import wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.generations import RosterSettings
-from holdfast.cluster.membership import Judge
+from holdfast.cluster.membership import Judge, new_incarnation
 from holdfast.cluster.register import EVENTS, HANG_UP, Sent
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 
@@ -41,7 +42,8 @@ class Coordinator:
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
         self._events = Events(settings.events)
-        self._roster = Roster(settings, judge=find_judge(settings.judge), now=time.monotonic())
+        roster = dataclasses.replace(settings, life=new_incarnation())
+        self._roster = Roster(roster, judge=find_judge(settings.judge), now=time.monotonic())
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._next = 0  # the number of the next connection
         self._strangers = 0

@@ -27,6 +27,8 @@ class RosterSettings:
     patience: float = 30.0  # seconds to wait for missing hosts
     first_host: int = 0  # more than 0 after a restart of the coordinator: a number is never given twice
     master_port: int = 0  # a port that was free on the coordinator's machine: MASTER_PORT of all scripts
+    run: str = ""  # random; this start of the run, the same for all coordinators that its first agent starts
+    life: str = ""  # random; this coordinator process
 
 
 class Generations:
@@ -39,6 +41,7 @@ class Generations:
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         self.settings = settings
         self.generation: Generation | None = None
+        self.run = settings.run  # the run that generations are formed for; another one if this one is taken over
         self.stopped = False  # the run is over: nothing is decided any more
         self.absent: dict[str, float] = {}  # members without a connection that may come back, and since when
         self._register = Register()
@@ -62,11 +65,11 @@ class Generations:
         """The workers of the present generation, dead or alive."""
         return self.generation.workers if self.generation is not None else []
 
-    def show_standing(self, worker: Worker, standing: Standing, generation: int) -> None:
-        """Take in a worker's standing. ``generation``: the newest one that it was in."""
+    def show_standing(self, worker: Worker, standing: Standing, generation: str) -> None:
+        """Take in a worker's standing. ``generation``: the name of the newest one that it was in."""
         if self.generation is not None and worker.name in self.members:
             # A member that has never entered the current generation breaks it for the others.
-            self._breaking = self._breaking or generation != self.generation.number
+            self._breaking = self._breaking or generation != self.generation.name
         worker.standing = standing
         self.advance()
 
@@ -213,9 +216,19 @@ class Generations:
         for name in names:
             worker = self.workers[name]
             assert worker.standing is not None
-            members.append(Member(worker=name, address=worker.address, standing=worker.standing, host=worker.host))
+            members.append(
+                Member(
+                    worker=name,
+                    address=worker.address,
+                    standing=worker.standing,
+                    host=worker.host,
+                    incarnation=worker.incarnation,
+                )
+            )
             worker.standing, worker.fresh = None, False
-        self.generation = Generation(number=number, members=tuple(members), reason=reason)
+        self.generation = Generation(
+            number=number, members=tuple(members), reason=reason, run=self.run, life=self.settings.life
+        )
         self._breaking = False
         self._announced = number
         self._called.clear()
@@ -240,14 +253,15 @@ class Generations:
 
     def share(self, sender: str, message: Message) -> None:
         """Pass an address on to the other members of the generation that is forming."""
-        if self.generation is not None and message["generation"] == self.generation.number:
+        if self.generation is not None and message["generation"] == self.generation.name:
             others = [self.workers[name] for name in self.members if name != sender and name in self.workers]
             self._register.send_all(others, message)
 
-    def progressed(self, number: int, operation: int) -> None:
+    def progressed(self, generation: str, operation: int) -> None:
         """Take in the first commit of a generation: recovery is over, and replacements may start."""
-        if self.generation is None or number != self.generation.number:
+        if self.generation is None or generation != self.generation.name:
             return
+        number = self.generation.number
         self._committed = True
         if self._breaking or self._recovered == number:  # another loss has been noticed since; or known already
             return

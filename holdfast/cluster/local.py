@@ -26,6 +26,7 @@ class LocalWorker:
     """A worker as its agent knows it."""
 
     name: str
+    incarnation: str  # random; tells its process from another of the same name
     slot: int  # its number among the agent's workers; a replacement gets the same
     lifeline: socket.socket  # to the worker; it closes when the worker ends
     log: Path  # file of its output
@@ -85,7 +86,8 @@ class LocalWorkers:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         log = self._log_dir / f"worker-{name}.log"
-        worker = LocalWorker(name=name, slot=slot, lifeline=ours, log=log)
+        incarnation = environment["HOLDFAST_INCARNATION"]
+        worker = LocalWorker(name=name, incarnation=incarnation, slot=slot, lifeline=ours, log=log)
         worker.shown = log.stat().st_size if log.exists() else 0
         self.alive[name] = worker
         order = {

@@ -7,12 +7,18 @@ implementation, with etcd for example, can take their place.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Message = dict[str, Any]  # one JSON object, as workers, agents and the coordinator send it
 GIVEN_UP = 75  # exit code of a worker that can no longer take part as it is; its agent starts a new one
+
+
+def new_incarnation() -> str:
+    """Return a new random name for a run, a coordinator, an agent or a worker's process: 64 bits."""
+    return secrets.token_hex(8)
 
 
 def worker_order(worker: str) -> tuple[int, ...]:
@@ -83,15 +89,30 @@ class Member:
     address: str
     standing: Standing = field(default_factory=Standing)
     host: str = ""
+    incarnation: str = ""  # random; tells this process from another one of the same name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """An agreed, numbered list of workers. Position in ``members`` is the rank."""
+    """An agreed, numbered list of workers. Position in ``members`` is the rank.
 
-    number: int
+    Numbers alone can repeat: a coordinator that was killed may have told a number to workers that its successor never
+    hears of. ``run`` and ``life`` tell such generations apart.
+
+    >>> Generation(number=3, members=(), life="5e1f").name
+    '3/5e1f'
+    """
+
+    number: int  # grows from one generation of a run to the next
     members: tuple[Member, ...]
     reason: str = ""
+    run: str = ""  # random; the start of the run that it belongs to
+    life: str = ""  # random; the coordinator process that formed it
+
+    @property
+    def name(self) -> str:
+        """The name of this generation in messages, which no other one has."""
+        return f"{self.number}/{self.life}"
 
     def rank_of(self, worker: str) -> int:
         """Return the rank of a member. Raises ``ValueError`` for a worker that is none."""
@@ -110,16 +131,13 @@ class Generation:
     def to_json(self) -> dict[str, Any]:
         """Return the generation as JSON values, for ``from_json``."""
         members = [vars(member) | {"standing": member.standing.to_json()} for member in self.members]
-        return {"number": self.number, "members": members, "reason": self.reason}
+        return {**vars(self), "members": members}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Generation:
         """Read what ``to_json`` gave. Raises ``KeyError`` or ``TypeError`` on anything else."""
-        members = tuple(
-            Member(worker=m["worker"], address=m["address"], standing=Standing(**m["standing"]), host=m["host"])
-            for m in data["members"]
-        )
-        return Generation(number=data["number"], members=members, reason=data["reason"])
+        members = tuple(Member(**m | {"standing": Standing(**m["standing"])}) for m in data["members"])
+        return Generation(**data | {"members": members})
 
 
 class Store(Protocol):
@@ -176,11 +194,13 @@ class Solo:
 
     def __init__(self) -> None:
         self._number = 0
+        self._run = new_incarnation()
 
     def regroup(self, standing: Standing) -> Generation:
         self._number += 1
-        member = Member(worker=self.worker, address="127.0.0.1", standing=standing)
-        return Generation(number=self._number, members=(member,), reason="one process, no agent")
+        member = Member(worker=self.worker, address="127.0.0.1", standing=standing, incarnation=self._run)
+        reason = "one process, no agent"
+        return Generation(number=self._number, members=(member,), reason=reason, run=self._run, life=self._run)
 
     def store(self, generation: Generation) -> Store:
         raise AssertionError("a generation of one needs no store")

@@ -21,6 +21,7 @@ class Host:
     connection: int  # number of its connection
     heard: float  # time of its last message
     number: int
+    agent: str  # random; tells this agent from another that says the same number
     slots: int  # workers that it will have
 
 
@@ -32,6 +33,7 @@ class Worker:
     heard: float  # time of its last message
     name: str
     address: str  # of its machine, for the other workers
+    incarnation: str  # random; tells its process from another of the same name
     label: str  # description of the training, which must be the same on all workers
     host: str  # its failure domain
     fresh: bool  # it has never been in a generation
@@ -46,7 +48,7 @@ class Register:
     """Connected hosts and workers by name and by connection, and the messages that wait to be sent.
 
     >>> register = Register()
-    >>> register.add(Host(connection=7, heard=0.0, number=0, slots=2))
+    >>> register.add(Host(connection=7, heard=0.0, number=0, agent="", slots=2))
     >>> register.send_all(register.hosts.values(), {"type": "beat"})
     >>> register.take_out()
     [(7, {'type': 'beat'})]

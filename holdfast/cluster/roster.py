@@ -126,15 +126,20 @@ class Roster(Generations):
 
     def _agent_came(self, connection: int, hello: Message) -> None:
         """Enter an agent, with a new number if it has none yet; refuse it if the run has all its hosts."""
-        number, most = hello["host"], self.settings.maximum_hosts
-        if number is None and len(self.hosts) >= most:
-            text = f"the run has all of its {most} hosts"
-            self._register.send(connection, {"type": "stop", "code": 2, "message": text})
+        entry = compose.enter_host(
+            number=hello["host"],
+            agent=hello["agent"],
+            known={host.agent: host.number for host in self.hosts.values()},
+            next_number=self._next_host,
+            most=self.settings.maximum_hosts,
+        )
+        if entry.number is None:
+            self._register.send(connection, {"type": "stop", "code": 2, "message": entry.reason})
             self._register.hang_up(connection)
             return
-        number = self._next_host if number is None else number
+        number = entry.number
         self._next_host = max(self._next_host, number + 1)
-        host = Host(connection=connection, heard=self._now, number=number, slots=hello["slots"])
+        host = Host(connection=connection, heard=self._now, number=number, agent=hello["agent"], slots=hello["slots"])
         self._register.add(host)
         self._begun = self._begun or hello["begun"]
         if hello["finished"]:
@@ -154,6 +159,7 @@ class Roster(Generations):
             heard=self._now,
             name=hello["worker"],
             address=hello["address"],
+            incarnation=hello["incarnation"],
             label=hello["label"],
             host=hello["host"],
             fresh=known is None,
@@ -176,15 +182,15 @@ class Roster(Generations):
             # Another member may wait for an address that was lost with its old connection.
             self._breaking = self._breaking or (known.number == self._announced > self._recovered)
         if worker.standing is not None:
-            self.show_standing(worker, worker.standing, known.number if known is not None else 0)
+            self.show_standing(worker, worker.standing, known.name if known is not None else "")
         self.advance()
 
     def _refuses(self, worker: Worker, known: Generation | None) -> Message | None:
         """Return why a worker cannot take part: it was given up, it differs from the others, or the run is over."""
+        if self._is_another(worker.name, worker.incarnation):
+            return _given_up(worker.name, "another worker had this name before")
         if known is not None:  # a worker that trains already
-            current = 0 if self.generation is None else self.generation.number
-            given_up = worker.name not in self.members and known.number <= current
-            return _given_up(worker.name) if given_up else None
+            return self._refuses_member(worker, known)
         if self._finishing:
             return {"code": 0, "message": "the run is finished"}
         other = next((w for w in self.workers.values() if w.label != worker.label), None)
@@ -196,11 +202,38 @@ class Roster(Generations):
             return {"code": 2, "message": text, "refused": True}
         return None
 
+    def _is_another(self, name: str, incarnation: str) -> bool:
+        """Whether a name belongs to another process: an agent that was started anew counts its workers from 0 again."""
+        if name in self.workers:
+            return self.workers[name].incarnation != incarnation
+        members = () if self.generation is None else self.generation.members
+        return any(member.worker == name and member.incarnation != incarnation for member in members)
+
+    def _refuses_member(self, worker: Worker, known: Generation) -> Message | None:
+        """Return why a worker that trains already cannot go on: the run has gone on without it."""
+        if self.generation is None:
+            return None
+        if self._announced and (known.run != self.run or known.number > self.generation.number):
+            # It was formed by a coordinator of which this one had heard nothing when it formed its own.
+            return _given_up(worker.name, "the run was begun anew without it")
+        newer = self._counts_more(known)
+        return _given_up(worker.name) if worker.name not in self.members and not newer else None
+
+    def _counts_more(self, known: Generation) -> bool:
+        """Whether a generation replaces the one that this coordinator knows: of its own run, then the newest."""
+        if self.generation is None:
+            return True
+        ours = self.settings.run
+        return (known.run == ours, known.number) > (self.generation.run == ours, self.generation.number)
+
     def _remember(self, known: Generation) -> None:
-        """Take over, after a restart of the coordinator, the generation that a worker says it is in."""
+        """Take over, after a restart of the coordinator, the generation that a worker says it is in.
+
+        If the whole first agent was started anew, it is a generation of another run, which goes on under this roster.
+        """
         self._begun = True
-        if self.generation is None or known.number > self.generation.number:
-            self.generation = known
+        if self._counts_more(known):
+            self.generation, self.run = known, known.run
             self.absent = {w: self._now for w in known.workers if w not in self.workers}
             for name in [n for n, w in self.workers.items() if not w.fresh and n not in known.workers]:
                 self._dismiss(name, {"type": "stop", **_given_up(name)})
@@ -254,7 +287,9 @@ class Roster(Generations):
 
     def _worker_ended(self, report: Message) -> None:
         """Take in an agent's report that a worker has ended. The worker's connection may still be open."""
-        self._register.log("exit", **{k: v for k, v in report.items() if k != "type"})
+        self._register.log("exit", **{k: v for k, v in report.items() if k not in ("type", "incarnation")})
+        if self._is_another(report["worker"], report["incarnation"]):
+            return  # it was refused, because its name belongs to another
         self._given_up.discard(report["worker"])
         worker, error = self.workers.get(report["worker"]), report["error"]
         if report["code"] == 0 and error is None:
@@ -354,5 +389,5 @@ class Roster(Generations):
             self.stop(2, text)
 
 
-def _given_up(name: str) -> Message:
-    return {"code": GIVEN_UP, "message": f"worker {name} was given up for lost"}
+def _given_up(name: str, reason: str = "it counted as lost") -> Message:
+    return {"code": GIVEN_UP, "message": f"worker {name} was given up: {reason}"}

@@ -54,11 +54,11 @@ class Seat:
 
     >>> seat = Seat(worker="0.0", address="127.0.0.1", host="0", label="a test")
     >>> seat.show(Standing(operation=3))["generation"], seat.hello()["standing"]["operation"]
-    (0, 3)
+    ('', 3)
     >>> seat.hear({"type": "regroup", "number": 0})
     """
 
-    def __init__(self, *, worker: str, address: str, host: str, label: str) -> None:
+    def __init__(self, *, worker: str, address: str, host: str, label: str, incarnation: str = "") -> None:
         self.worker = worker
         self.generation: Generation | None = None
         self.standing: Standing | None = None  # shown and not yet answered by a generation
@@ -66,6 +66,7 @@ class Seat:
         self.stopped: Stop | None = None
         self.doing: tuple[int, str] | None = None
         self._who = {"role": "worker", "worker": worker, "address": address, "label": label, "host": host}
+        self._who["incarnation"] = self.incarnation = incarnation
         self._ended = 0  # the newest generation known to be over
         self._forming = False
         self._finished = False
@@ -76,6 +77,10 @@ class Seat:
     def number(self) -> int:
         """The number of the newest generation that this worker was in; 0 before the first."""
         return 0 if self.generation is None else self.generation.number
+
+    @property
+    def _name(self) -> str:
+        return "" if self.generation is None else self.generation.name
 
     # --- messages to the coordinator -------------------------------------------------------------
 
@@ -92,11 +97,11 @@ class Seat:
     def show(self, standing: Standing) -> Message:
         """Show a standing; the next generation answers it."""
         self.standing = standing
-        return {"type": "standing", "generation": self.number, "standing": standing.to_json()}
+        return {"type": "standing", "generation": self._name, "standing": standing.to_json()}
 
-    def put(self, generation: int, key: str, value: bytes) -> Message:
+    def put(self, generation: Generation, key: str, value: bytes) -> Message:
         """Return the message that puts a value into the store of a generation."""
-        return {"type": "store", "generation": generation, "key": key, "value": base64.b64encode(value).decode()}
+        return {"type": "store", "generation": generation.name, "key": key, "value": base64.b64encode(value).decode()}
 
     def beat(self) -> Message:
         """Return the sign of life, with what this worker is doing."""
@@ -106,10 +111,10 @@ class Seat:
         """Note that the generation's group stands: from here on training can do without the coordinator."""
         self._forming = False
 
-    def progressed(self, generation: int, operation: int) -> Message:
+    def progressed(self, generation: Generation, operation: int) -> Message:
         """Note and tell that the first operation of a generation is committed."""
         self._committed = True
-        return {"type": "progress", "generation": generation, "operation": operation}
+        return {"type": "progress", "generation": generation.name, "operation": operation}
 
     def finished(self) -> Message:
         """Note and tell that the script is over."""
@@ -130,9 +135,8 @@ class Seat:
             self.standing = None
             self._forming = True
             return Next(generation=self.generation)
-        if kind == "store":
-            value = base64.b64decode(message["value"])
-            return Value(generation=message["generation"], key=message["key"], value=value)
+        if kind == "store" and message["generation"] == self._name:
+            return Value(generation=self.number, key=message["key"], value=base64.b64decode(message["value"]))
         if kind == "regroup":
             return self._over(message["number"])
         if kind == "pause":

@@ -23,9 +23,14 @@ class Table:
         self.now = 0.0
         self.sent: list[Sent] = []
         self.roster = Roster(RosterSettings(**settings), judge=judge, now=0.0)
-        self.connect(100, role="agent", host=None, slots=workers, begun=False, finished=False)
+        self.agent(100, slots=workers)
         for number in range(workers):
             self.worker(number)
+
+    def agent(self, connection: int, **hello: Any) -> list[Sent]:
+        """An agent connects. The first one's name is "a"."""
+        words = {"host": None, "agent": "a", "begun": False, "finished": False}
+        return self.connect(connection, role="agent", **words | hello)
 
     def _step(self, event: Any) -> list[Sent]:
         sent = self.roster.step(event, self.now)
@@ -39,6 +44,7 @@ class Table:
         shown: Standing | None = hello.pop("standing", standing(boundary=True, units=1))
         words = {"address": "", "label": "a test", "host": "0", "generation": None, "finished": False}
         words |= {"committed": False, "standing": None if shown is None else shown.to_json(), "worker": f"0.{number}"}
+        words["incarnation"] = f"process {number}"
         return self.connect(number if connection is None else connection, role="worker", **words | hello)
 
     def hear(self, connection: int, kind: str, **message: Any) -> list[Sent]:
@@ -47,7 +53,7 @@ class Table:
     def show(self, number: int, **fields: Any) -> list[Sent]:
         assert self.roster.generation is not None
         shown = standing(**{"units": 1, "held": (0,)} | fields).to_json()
-        return self.hear(number, "standing", generation=self.roster.generation.number, standing=shown)
+        return self.hear(number, "standing", generation=self.roster.generation.name, standing=shown)
 
     def close(self, connection: int) -> list[Sent]:
         return self._step(Disconnected(connection=connection))
@@ -128,6 +134,7 @@ def test_members_are_invited_once_to_let_somebody_join() -> None:
 
 def report(worker: str, code: int, error: Message | None = None) -> Message:
     words = {"worker": worker, "code": code, "cause": f"exited with code {code}", "error": error}
+    words["incarnation"] = f"process {worker.partition('.')[2]}"
     return words | {"finished": code == 0}
 
 
@@ -150,7 +157,7 @@ def test_a_worker_that_died_is_a_failure_at_once(code: int) -> None:
 
 def test_a_lost_line_is_no_loss_while_an_agent_could_tell() -> None:
     table = Table(2)
-    table.hear(0, "progress", generation=1, operation=1)
+    table.hear(0, "progress", generation="1/", operation=1)
     assert "failure" not in logged(table.close(1))
     assert table.roster.generation is not None
     sent = table.worker(1, connection=11, standing=None, generation=table.roster.generation.to_json())
@@ -161,7 +168,7 @@ def test_a_lost_line_is_no_loss_while_an_agent_could_tell() -> None:
 
 def test_a_machine_whose_lines_are_all_lost_is_lost_at_once() -> None:
     table = Table(1)
-    table.hear(0, "progress", generation=1, operation=1)
+    table.hear(0, "progress", generation="1/", operation=1)
     assert "failure" not in logged(table.close(0))
     assert "failure" in logged(table.close(100))
 
@@ -169,12 +176,12 @@ def test_a_machine_whose_lines_are_all_lost_is_lost_at_once() -> None:
 def test_lines_of_a_machine_that_come_back_before_anything_else_happened_end_nothing() -> None:
     """Everybody who holds the state is there again, before the run is declared over."""
     table = Table(2)
-    table.hear(0, "progress", generation=1, operation=1)
+    table.hear(0, "progress", generation="1/", operation=1)
     assert table.roster.generation is not None
     known = table.roster.generation.to_json()
     for connection in (0, 1, 100):
         table.close(connection)
-    table.connect(110, role="agent", host=0, slots=2, begun=True, finished=False)
+    table.agent(110, host=0, slots=2, begun=True, finished=False)
     for number in range(2):
         sent = table.worker(number, connection=10 + number, standing=None, generation=known, committed=True)
         assert to(sent, 10 + number) == ["regroup"]
@@ -189,7 +196,7 @@ def test_a_script_that_ended_before_a_new_coordinator_knew_of_it_is_the_end() ->
     before = Table(2).roster.generation
     assert before is not None
     table = Table(0, first_host=1000)
-    table.connect(110, role="agent", host=0, slots=2, begun=True, finished=False)
+    table.agent(110, host=0, slots=2, begun=True, finished=False)
     table.hear(110, "exit", **report("0.1", 0))
     sent = table.worker(0, standing=None, generation=before.to_json(), committed=True)
     assert "finished" in logged(sent)
@@ -214,21 +221,21 @@ def test_no_generation_without_members() -> None:
 def test_an_agent_that_was_away_is_told_what_it_missed() -> None:
     table = Table(1)
     table.close(100)
-    sent = table.connect(110, role="agent", host=0, slots=1, begun=False, finished=False)
+    sent = table.agent(110, host=0, slots=1, begun=False, finished=False)
     assert [message["begun"] for recipient, message in sent if recipient == 110 and "begun" in message] == [True]
 
 
 def test_a_process_that_was_given_up_with_its_host_is_killed_when_that_is_back() -> None:
     table = Table(1, maximum_hosts=2)
-    table.connect(101, role="agent", host=None, slots=1, begun=False, finished=False)
-    table.hear(0, "progress", generation=1, operation=1)
+    table.agent(101, host=None, slots=1, begun=False, finished=False)
+    table.hear(0, "progress", generation="1/", operation=1)
     table.worker(0, connection=1, worker="1.0")
     table.show(0, operation=1, boundary=True)
-    table.hear(0, "progress", generation=2, operation=2)
+    table.hear(0, "progress", generation="2/", operation=2)
     table.close(1)
     table.close(101)
     table.show(0, operation=2, broken=True)
-    sent = table.connect(111, role="agent", host=1, slots=1, begun=True, finished=False)
+    sent = table.agent(111, host=1, slots=1, begun=True, finished=False)
     assert "kill" in to(sent, 111)
 
 
@@ -269,7 +276,7 @@ def test_nobodys_silence_counts_when_the_roster_was_asleep_itself() -> None:
 def test_the_last_words_are_waited_for() -> None:
     table = Table(1)
     table.show(0, operation=2)
-    table.hear(0, "progress", generation=2, operation=2)
+    table.hear(0, "progress", generation="2/", operation=2)
     sent = table.die(0)
     assert "stop" not in logged(sent)
     assert table.roster.deadline <= table.now + LAST_WORDS_SECONDS
@@ -280,7 +287,7 @@ def test_the_last_words_are_waited_for() -> None:
 def test_without_survivors_a_run_with_checkpoints_begins_again() -> None:
     table = Table(1)
     table.show(0, operation=2, resumable=True)
-    table.hear(0, "progress", generation=2, operation=2)
+    table.hear(0, "progress", generation="2/", operation=2)
     table.die(0)
     assert to(table.worker(1), 1) == ["generation"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from holdfast.cluster.membership import Generation, Member, Standing
@@ -33,7 +35,7 @@ def test_the_hello_after_a_reconnect_says_all_that_counts(seat: Seat) -> None:
     """Another coordinator may hear it, which knows nothing of this worker."""
     enter(seat, 3)
     seat.formed()
-    seat.progressed(3, 7)
+    seat.progressed(generation(3), 7)
     assert seat.disconnected() is None, "training can do without the coordinator"
     hello = seat.hello()
     assert hello["generation"] == generation(3).to_json()
@@ -46,7 +48,7 @@ def test_the_hello_after_a_reconnect_says_all_that_counts(seat: Seat) -> None:
 
 
 def test_a_standing_is_answered_by_the_next_generation(seat: Seat) -> None:
-    assert seat.show(Standing(operation=2))["generation"] == 0
+    assert seat.show(Standing(operation=2))["generation"] == ""
     enter(seat, 1)
     assert seat.hello()["standing"] is None
     assert seat.number == 1
@@ -74,8 +76,15 @@ def test_a_generation_that_was_forming_is_over_with_the_connection(seat: Seat) -
 
 
 def test_what_is_put_into_a_store_comes_out(seat: Seat) -> None:
-    said = seat.put(4, "address of 0", b"\x00\xff")
+    enter(seat, 4)
+    said = seat.put(generation(4), "address of 0", b"\x00\xff")
     assert seat.hear(said) == Value(generation=4, key="address of 0", value=b"\x00\xff")
+
+
+def test_an_address_of_another_generation_with_the_same_number_is_not_taken(seat: Seat) -> None:
+    enter(seat, 4)
+    other = dataclasses.replace(generation(4), life="another coordinator")
+    assert seat.hear(seat.put(other, "address of 0", b"")) is None
 
 
 def test_wishes_are_of_the_present_generation(seat: Seat) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from holdfast.cluster import wire
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.generations import RosterSettings
-from holdfast.cluster.membership import Generation, Standing
+from holdfast.cluster.membership import Generation, Standing, new_incarnation
 from holdfast.cluster.register import EVENTS, HANG_UP
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
@@ -88,6 +88,7 @@ class Coordinator:
         self._log, self._settings = log, settings
         self._lines: dict[int, Line] = {}
         self._numbers = 0
+        self._run = new_incarnation()
         self._starts = 0
         self._timer = 0  # the number of the newest timer: older ones are void
         self.roster: Roster | None = None
@@ -97,7 +98,8 @@ class Coordinator:
         self.start()
 
     def start(self) -> None:
-        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, first_host=1000 * self._starts, **self._settings)
+        names = {"run": self._run, "life": new_incarnation(), "first_host": 1000 * self._starts}
+        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, **names, **self._settings)
         self._starts += 1
         self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
         self._set_timer()
@@ -198,7 +200,7 @@ class Client:
 
     def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
         self.worker = name
-        self.seat = Seat(worker=name, address="", host=host, label="a world")
+        self.seat = Seat(worker=name, address="", host=host, label="a world", incarnation=new_incarnation())
         self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
         self._line: Line | None = None
         self._heard = 0.0
@@ -262,9 +264,9 @@ class Client:
         self._heard = self._scheduler.now
         news = self.seat.hear(message)
         if isinstance(news, Next):
-            self._store(news.generation.number)
+            self._store(news.generation)
         elif isinstance(news, Value):
-            self._store(news.generation).values[news.key] = news.value
+            self._stores[news.generation].values[news.key] = news.value
         elif isinstance(news, Over):
             self._over(news)
         elif isinstance(news, Stop) and not news.waits:
@@ -282,12 +284,12 @@ class Client:
                 self._stores[news.number].closed = True
             self._on_break(news.number)
 
-    def _store(self, number: int) -> Store:
-        if number not in self._stores:
-            self._stores[number] = Store(
-                self._scheduler, lambda key, value: self._send(self.seat.put(number, key, value))
+    def _store(self, generation: Generation) -> Store:
+        if generation.number not in self._stores:
+            self._stores[generation.number] = Store(
+                self._scheduler, lambda key, value: self._send(self.seat.put(generation, key, value))
             )
-        return self._stores[number]
+        return self._stores[generation.number]
 
     # --- the contract ----------------------------------------------------------------------------
 
@@ -301,7 +303,7 @@ class Client:
         return self.seat.generation
 
     def store(self, generation: Generation) -> Store:
-        return self._store(generation.number)
+        return self._store(generation)
 
     def on_break(self, callback: Callable[[int], None]) -> None:
         self._on_break = callback
@@ -316,7 +318,7 @@ class Client:
         self.seat.formed()
 
     def progressed(self, generation: Generation, operation: int) -> None:
-        self._send(self.seat.progressed(generation.number, operation))
+        self._send(self.seat.progressed(generation, operation))
 
     def finished(self) -> None:
         self._send(self.seat.finished())
@@ -332,6 +334,7 @@ class Agent:
         self._world, self._coordinator, self._scheduler = world, coordinator, coordinator.scheduler
         self._slots, self._serial = slots, 0
         self._line: Line | None = None
+        self._incarnation = new_incarnation()
         self.host: int | None = None
         self.code: int | None = None  # how it ended
         self.workers: dict[str, Any] = {}
@@ -347,7 +350,7 @@ class Agent:
 
     def hello(self) -> Message:
         slots = 0 if self.leaving else self._slots
-        words = {"role": "agent", "host": self.host, "slots": slots}
+        words = {"role": "agent", "host": self.host, "agent": self._incarnation, "slots": slots}
         return words | {"begun": self._begun, "finished": self._finishing}
 
     def _connect(self) -> None:
@@ -453,9 +456,11 @@ class Agent:
 
     def ended(self, name: str, code: int, error: Message | None) -> None:
         """One of its workers has ended."""
-        if self.workers.pop(name, None) is None:
+        worker = self.workers.pop(name, None)
+        if worker is None:
             return
         report = {"type": "exit", "worker": name, "code": code, "cause": f"ended with {code}", "error": error}
+        report["incarnation"] = worker.client.seat.incarnation
         report["finished"] = code == 0 and not self.leaving
         self._tell(json.loads(json.dumps(report)))
         if code == 0 and not self.leaving:
