@@ -10,7 +10,6 @@ from pathlib import Path
 from holdfast.checkpoint import index
 from holdfast.checkpoint.disk import discard, explained, sync_folder
 
-PRIVATE = ".holdfast"  # folder in the folder of a run, for what belongs to the run and to no checkpoint
 _STEP = re.compile(r"step-(\d{8,})")
 
 

@@ -87,7 +87,7 @@ def run_worker(order: Order, lifeline: int) -> int:
     """Turn the forked process into a worker, run the user's script, and return its exit code."""
     _become_worker(order, lifeline)
     from holdfast.cluster.client import Stopped
-    from holdfast.run.run import farewell, leave
+    from holdfast.run.run import farewell, leave, release
 
     try:
         _run_script(order["module"])
@@ -105,6 +105,8 @@ def run_worker(order: Order, lifeline: int) -> int:
         logging.getLogger(__name__).error(e)
         error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True, "refused": e.refused}
         _tell_agent(lifeline, error)
+        if not e.refused:  # the run ends
+            release()
         return e.exit_code
     except BaseException:
         text = traceback.format_exc()

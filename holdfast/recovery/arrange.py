@@ -31,6 +31,7 @@ from holdfast.plan.log_choice import choose_boundaries
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Link, Profile
 from holdfast.recovery.copy import carry_out, moves, tell
+from holdfast.recovery.fence import claim_of
 from holdfast.recovery.replay import Replayer
 from holdfast.recovery.resume import Resumer
 
@@ -339,8 +340,8 @@ class Arranger:
             self.layout = self._lay_out(generation, settlement)
             self._hold_place(group.rank)
 
-        ranks, worker = Texts(group, self._model.device), generation.workers[group.rank]
-        if self._resumer is not None and self._resumer.resume(ranks, worker=worker, hold=hold):
+        ranks, claim = Texts(group, self._model.device), claim_of(generation, generation.workers[group.rank])
+        if self._resumer is not None and self._resumer.resume(ranks, claim=claim, hold=hold):
             self._holdings.held = self._wanted(group.rank)
             self._holdings.undone.clear()
             return Traffic()

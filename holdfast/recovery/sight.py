@@ -2,14 +2,12 @@
 
 A folder may be mounted on some machines only, or a relative path may mean another folder on each of them. Then some
 workers would resume and others begin, or the first checkpoint could never be completed. So at the begin of a run the
-first worker leaves a *mark* in the folder, an empty file with a random name, and every worker looks for it and
-for checkpoints. Workers that do not see the mark see another folder: the run is refused, in words. The mark stays
-as long as the run does, for workers that join later.
+first worker takes the folder's lease, and every worker looks for a file of that lease and for checkpoints. Workers
+that do not see the lease see another folder: the run is refused, in words. Workers that join later look for it too.
 
 On NFS a worker may see an older state of the folder for a while: clients keep attributes of a folder, and names that
-were not there, for up to 60 s. Three things keep such a worker from being refused:
+were not there, for up to 60 s. Two things keep such a worker from being refused:
 
-- The name of the mark is random. Nobody has asked for it before, so no client remembers that it was not there.
 - Every look begins with a change of the folder: a file is made and removed. A client that changes a folder drops what
   it remembers of it.
 - A difference is looked at again for ``SOON_SECONDS``, or for ``CACHE_SECONDS`` where a worker could not change the
@@ -19,7 +17,6 @@ were not there, for up to 60 s. Three things keep such a worker from being refus
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import socket
 from collections.abc import Sequence
@@ -28,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.checkpoint import series
-from holdfast.checkpoint.disk import discard, make_folder
+from holdfast.checkpoint.lease import Chain
 from holdfast.errors import CheckpointError
 from holdfast.words import count
 
@@ -36,7 +33,6 @@ SOON_SECONDS = 3.0  # for a change that the server has to be seen on a client th
 CACHE_SECONDS = 70.0  # longer than NFS clients keep attributes of a folder (acdirmax, 60 s by default)
 AGAIN_SECONDS = 0.2  # between two looks
 HINT = "mount the same folder on every machine, or give the run an absolute path that means the same everywhere"
-_MARK = re.compile(r"seen-[0-9a-f]{12}")
 
 
 class Unsighted(CheckpointError):
@@ -53,7 +49,7 @@ class View:
     machine: str  # the machine that it runs on
     folder: str  # the path under which it looked
     steps: tuple[int, ...] = ()  # steps with a complete checkpoint, oldest first
-    marked: bool | None = None  # it sees the mark; None: there is none, as the folder cannot be written
+    marked: bool | None = None  # it sees the run's lease; None: there is none, as the folder cannot be written
     fresh: bool = True  # it has changed the folder before it looked
     error: str = ""  # why it could not look
 
@@ -82,7 +78,7 @@ class View:
         if self.error:
             return f"cannot look into {self.folder}: {self.error}"
         seen = f"{count(len(self.steps), 'checkpoint')}, the newest of step {self.steps[-1]}," if self.steps else "none"
-        strange = ", and not the file that the first worker has just made there" if self.marked is False else ""
+        strange = ", and not the lease that the first worker has just written there" if self.marked is False else ""
         return f"sees {seen} in {self.folder}{strange}"
 
 
@@ -128,29 +124,17 @@ def _in_words(views: Sequence[View]) -> str:
 # --- the folder -----------------------------------------------------------------------------------
 
 
-def leave_mark(root: Path) -> str:
-    """Leave a new mark in the folder, in place of all others; return its name, or nothing if that is not possible."""
-    name = f"seen-{secrets.token_hex(6)}"
-    try:
-        make_folder((root / series.PRIVATE).absolute())
-        old = [path for path in (root / series.PRIVATE).iterdir() if _MARK.fullmatch(path.name)]
-        os.close(os.open(root / series.PRIVATE / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-    except OSError:
-        return ""
-    discard(old)
-    return name
-
-
-def look(root: Path, mark: str, worker: str) -> View:
-    """Return this worker's view of the folder."""
+def look(root: Path, run: str, worker: str) -> View:
+    """Return this worker's view of the folder. ``run``: the run that has its lease; empty: none has."""
     machine, folder, fresh = socket.gethostname(), str(root.absolute()), _refresh(root.absolute())
     steps: tuple[int, ...] = ()
+    marked: bool | None = None
     error = ""
     try:
         steps = tuple(series.steps_in(root))
+        marked = Chain(root).has(run) if run else None
     except CheckpointError as e:
         error = str(e)
-    marked = (root / series.PRIVATE / mark).exists() if mark and not error else None
     return View(worker=worker, machine=machine, folder=folder, steps=steps, marked=marked, fresh=fresh, error=error)
 
 

@@ -152,8 +152,22 @@ class Run:
             self._apart = RunTraining(settings.policy, *parts, between=self._between_steps)
         faults.plan(membership.worker)
         _runs.append(self)
-        if self._saver is not None and isinstance(membership, Solo):
-            atexit.register(_exit_if_unsaved, self._saver)
+        if self._saver is not None:
+            self._fence_folder(self._saver, membership)
+
+    def _fence_folder(self, saver: Saver, membership: Membership) -> None:
+        """Let the first worker hold the lease of the folder, and one without an agent give it back at its exit."""
+        self._cohort.on_enter(lambda generation, settlement: saver.enter(generation, membership.worker))
+        if isinstance(membership, Solo):
+            for other in _runs[:-1]:  # as in a notebook: the run before is over, although its process is not
+                other._release(saver.settings.root)
+            atexit.register(_exit_if_unsaved, saver)
+            atexit.register(saver.fence.release)  # called before the one above
+
+    def _release(self, root: Path | None = None) -> None:
+        """Give the lease of the folder back, if this worker has it. ``root``: only if that is the folder."""
+        if self._saver is not None and root in (None, self._saver.settings.root):
+            self._saver.fence.release()
 
     # --- training --------------------------------------------------------------------------------
 
@@ -210,11 +224,14 @@ class Run:
                 self._saver.settle(self._cohort)
             self._cohort.commit(End())
             self._cohort.membership.finished()
+            self._release()
 
     def leave(self) -> None:
         """Complete what is being written: return when no checkpoint is any more, and close the log."""
         if self._saver is not None:
             self._saver.leave()
+        if self._cohort.everybody_leaves:  # else the next first worker takes the lease over
+            self._release()
         if self._log is not None:
             self._log.close()
 
@@ -345,6 +362,12 @@ def _exit_if_unsaved(saver: Saver) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(e.exit_code)
+
+
+def release() -> None:
+    """Give the leases of all folders back, because an error ends the run."""
+    for run in _runs:
+        run._release()
 
 
 def leave() -> None:

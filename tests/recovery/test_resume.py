@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint import save
+from holdfast.checkpoint.lease import Chain
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.series import folder_of
 from holdfast.cluster.events import Events
 from holdfast.cluster.texts import Texts
 from holdfast.engine.state import State
 from holdfast.errors import CheckpointError
-from holdfast.recovery import sight
 from holdfast.recovery.resume import Checkpoints, Resumer, Unfit
 from tests.run.parts import CPU, OPTIMIZERS, PARTS, WIDTH, Parts, keep, on_workers, plain, save_parts, train, whole
 
@@ -219,7 +219,7 @@ def test_workers_that_see_different_checkpoints_of_a_step_do_not_mix_them(
         return resumer(tmp_path / str(group.rank), states[group.rank]).resume(Texts(group, CPU))
 
     with monkeypatch.context() as patch:
-        patch.setattr(sight, "leave_mark", lambda root: "")  # as in folders that cannot be written
+        patch.setattr(Chain, "can_be_written", lambda chain: False)  # as of folders that are read only
         with pytest.raises(CheckpointError, match="sees another checkpoint of step 3"):
             on_workers(2, work)
         shutil.rmtree(tmp_path / "1")

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.series import PRIVATE, folder_of
+from holdfast.checkpoint.lease import Claim
+from holdfast.checkpoint.series import folder_of
 from holdfast.cluster.texts import Texts
 from holdfast.errors import CheckpointError
 from holdfast.recovery import sight
+from holdfast.recovery.fence import Fence
 from holdfast.recovery.sight import CACHE_SECONDS, SOON_SECONDS, Unsighted, View, compare
 from tests.recovery.test_resume import resumer
 from tests.run.parts import CPU, PARTS, on_workers, save_parts, whole
@@ -69,28 +71,28 @@ def test_workers_of_a_machine_that_see_the_same_are_named_together() -> None:
     assert "1.0, 1.1 on node1 sees none" in said
 
 
-def test_a_mark_replaces_older_ones_and_is_seen_where_the_folder_is(tmp_path: Path) -> None:
-    old, new = sight.leave_mark(tmp_path), sight.leave_mark(tmp_path)
-    assert [path.name for path in (tmp_path / PRIVATE).iterdir()] == [new]
-    assert sight.look(tmp_path, new, "0.0").marked
-    assert sight.look(tmp_path, old, "0.0").marked is False
-    assert sight.look(tmp_path / "elsewhere", new, "0.0").marked is False
-    assert [path.name for path in tmp_path.rglob("*")] == [PRIVATE, new], "a look leaves nothing"
+def test_the_lease_of_the_run_is_seen_where_the_folder_is(tmp_path: Path) -> None:
+    assert Fence(tmp_path).begin(Claim(run="a"))
+    files = sorted(tmp_path.rglob("*"))
+    assert sight.look(tmp_path, "a", "0.0").marked
+    assert sight.look(tmp_path, "b", "0.0").marked is False
+    assert sight.look(tmp_path / "elsewhere", "a", "0.0").marked is False
+    assert sorted(tmp_path.rglob("*")) == files, "a look leaves nothing"
 
 
 def resume_in(folders: list[Path]) -> list[bool]:
-    states = [whole() for _ in folders]
+    states, run = [whole() for _ in folders], Claim().run
 
     def work(group: Any) -> bool:
-        worker = f"{group.rank}.0"
-        return resumer(folders[group.rank], states[group.rank]).resume(Texts(group, CPU), worker=worker)
+        claim = Claim(run=run, worker=f"{group.rank}.0")
+        return resumer(folders[group.rank], states[group.rank]).resume(Texts(group, CPU), claim=claim)
 
     return on_workers(len(folders), work)
 
 
 def test_a_run_does_not_start_where_some_see_checkpoints_and_others_none(tmp_path: Path, soon: None) -> None:
     save_parts(tmp_path / "a", PARTS[0])
-    with pytest.raises(CheckpointError, match=r"1\.0 on \S+ sees none in \S+/b, and not the file"):
+    with pytest.raises(CheckpointError, match=r"1\.0 on \S+ sees none in \S+/b, and not the lease"):
         resume_in([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(CheckpointError, match=r"1\.0 on \S+ sees 1 checkpoint"):
         resume_in([tmp_path / "b", tmp_path / "a"])
@@ -100,7 +102,7 @@ def test_a_run_does_not_start_in_two_empty_folders(tmp_path: Path, soon: None) -
     """Without a mark both would train, and never complete a checkpoint."""
     with pytest.raises(CheckpointError, match="do not see the same"):
         resume_in([tmp_path / "a", tmp_path / "b"])
-    assert resume_in([tmp_path / "a", tmp_path / "a"]) == [False, False], "the control"
+    assert resume_in([tmp_path / "c", tmp_path / "c"]) == [False, False], "the control"
 
 
 def test_a_folder_that_is_seen_a_little_later_is_waited_for(tmp_path: Path) -> None:
@@ -130,11 +132,11 @@ def test_a_folder_that_is_seen_a_little_later_is_waited_for(tmp_path: Path) -> N
 def welcome(folders: list[Path]) -> list[None]:
     """The first two train, the last one joins."""
     states = [whole() for _ in folders]
-    mark = sight.leave_mark(folders[0])
+    assert Fence(folders[0]).begin(Claim(run="a"))
 
     def work(group: Any) -> None:
         mine = resumer(folders[group.rank], states[group.rank])
-        mine._mark = "" if group.rank == 2 else mark
+        mine._mark = "" if group.rank == 2 else "a"
         mine.welcome(group, worker=f"{group.rank}.0", teller=1, listeners=[2])
         group.vote(torch.zeros(1))
 
