@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from holdfast.checkpoint import series
 from holdfast.checkpoint.lease import Chain, Claim, Note, Process
 from holdfast.cluster.agent import Agent
 from tests.faults.test_checkpoints import environment, run, steps_of
-from tests.harness import TRAIN, count_events, until, wait_until
+from tests.harness import TRAIN, count_events, hurry, until, wait_until
 from tests.warm import Command
 
 STEPS = 14
@@ -93,6 +95,52 @@ def test_the_first_worker_sleeps_while_another_one_commits_in_its_place(tmp_path
     assert 6 not in committed, "the one that slept in its commit has not committed"
     assert 6 not in series.steps_in(tmp_path / "saved")
     assert 30 in committed
+
+
+def take(folder: Path, agent: Agent, **claim: Any) -> None:
+    """Make the next file of the lease, as somebody who has taken the folder over does."""
+    chain = Chain(folder / "saved")
+    for _ in range(20):
+        found = chain.newest()
+        assert found is not None
+        theirs = dataclasses.replace(found.claim, worker="9.9", life="another", **claim)
+        if chain.make(dataclasses.replace(found, number=found.number + 1, term=found.number + 1, claim=theirs)):
+            return
+    raise AssertionError("it was never the next")
+
+
+def test_a_run_ends_when_another_one_has_taken_its_folder(tmp_path: Path, capfd) -> None:
+    """It was asleep for longer than its lease, and finds that out by itself, between two checkpoints."""
+
+    async def steal(agent: Agent) -> None:
+        path = agent.settings.log_dir / "events.jsonl"
+        await until(lambda: path.exists() and count_events(agent, "checkpoint", step=3))
+        take(tmp_path, agent, run="another")
+
+    more = {"STEPS": "10000", "WANTED": "99", "LEASE": "0.9"}
+    result = run(tmp_path, "a", workers=2, more=more, meddle=steal)
+    assert result.code == 4
+    said = capfd.readouterr().err
+    assert "the folder of checkpoints belongs to another run: worker 9.9 of run another on " in said
+    assert "has taken it over" in said
+
+
+def test_an_old_half_ends_when_a_newer_generation_has_the_folder(tmp_path: Path, undisturbed) -> None:
+    """It is cut off and trains on alone: it finds the newer one's lease, ends, and its agent starts a new worker."""
+
+    async def supersede(agent: Agent) -> None:
+        path = agent.settings.log_dir / "events.jsonl"
+        await until(lambda: path.exists() and count_events(agent, "checkpoint", step=3))
+        take(tmp_path, agent, epoch=2)
+        await until(lambda: "0.1" in agent.workers)
+        hurry(agent)
+
+    more = {"STEPS": "60", "WANTED": "99", "PAUSE": "0.1", "LEASE": "0.9"}
+    result = run(tmp_path, "a", workers=1, more=more, meddle=supersede)
+    assert result.code == 0, result.said
+    assert [(e["worker"], e["code"]) for e in result.of("exit")] == [("0.0", 75), ("0.1", 0)]
+    assert "0.0 is of generation 1, and worker 9.9 of run" in next(e["error"]["text"] for e in result.of("exit"))
+    assert result.sha256 == undisturbed(60).sha256
 
 
 def foreign(folder: Path, **more: float) -> None:
