@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class HoldfastError(Exception):
     """An error with a sentence on what is wrong, and a hint on what to do.
@@ -40,4 +42,11 @@ class LossNotFinite(HoldfastError):
 
 
 class Broken(Exception):
-    """The current generation cannot finish its operation, because a worker was lost. It never reaches the user."""
+    """The current generation cannot finish its operation, because a worker was lost. It never reaches the user.
+
+    ``unreached``: members whose machines do not answer, as far as this worker can tell.
+    """
+
+    def __init__(self, reason: str, *, unreached: Collection[str] = ()) -> None:
+        super().__init__(reason)
+        self.unreached = tuple(unreached)

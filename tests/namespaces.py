@@ -65,6 +65,11 @@ class Machines:
         for rule in self._silence(machine):
             _ip("-n", self.router, "rule", "del", *rule)
 
+    def separate(self, one: int, other: int) -> None:
+        """The router drops all between two machines; both still reach the others."""
+        for a, b in ((one, other), (other, one)):
+            _ip("-n", self.router, "rule", "add", "iif", f"to{a}", "to", self.addresses[b], "blackhole")
+
     def _silence(self, machine: int) -> list[tuple[str, ...]]:
         return [("iif", f"to{machine}", "blackhole"), ("to", self.addresses[machine], "blackhole")]
 

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.cluster.membership import Standing
 from holdfast.commit.settle import Account, settle
 
-NARROW = ("operation", "voted", "boundary", "leaving", "broken")
+NARROW = ("operation", "voted", "boundary", "leaving", "broken", "unreached")
 
 
 def standing(**fields: Any) -> Standing:

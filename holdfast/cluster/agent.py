@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class AgentSettings:
     token: str = field(default_factory=wire.new_token, repr=False)  # secret that all machines of a run share
     max_restarts: int = 100  # workers that this agent replaces in all
     heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
+    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
     log_dir: Path = Path("holdfast-logs")  # folder of the workers' output and of events.jsonl
     environment: dict[str, str] = field(default_factory=dict)  # further environment variables of the workers
@@ -96,6 +97,7 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None  # to the coordinator; None while there is no connection
         self._serial = 0  # number of the next worker: a name is never used twice
         self._restarts = 0  # replacements so far
+        self._trained: set[str] = set()  # workers that were ever in a generation, as far as this agent was told
         self._slots = settings.workers  # workers that the coordinator may wait for
         self._begun = False  # a generation has formed
         self._leaving = False  # a signal has asked this agent to leave
@@ -150,6 +152,7 @@ class Agent:
                 "minimum-hosts": settings.minimum_hosts,
                 "maximum-hosts": settings.maximum_hosts,
                 "heartbeat-timeout": settings.heartbeat_timeout,
+                "step-timeout": settings.step_timeout,
                 "patience": settings.patience,
                 "judge": settings.judge,
                 "master-port": self._keeper.master_port,
@@ -230,23 +233,25 @@ class Agent:
             message = wire.decode(line)
             kind = message["type"]
             if kind == "beat":
-                self._tell({"type": "beat"})
+                self._tell({"type": "beat", "starting": self._local.starting})
             elif kind == "welcome":
                 self._welcomed(message["host"], message["master_port"])
                 if message["begun"]:  # what was told while the connection was lost
                     self._training_began()
                 if message["finishing"]:
-                    self._finish()
+                    self._finish(message["members"])
             elif kind == "generation":
+                self._trained.update(member["worker"] for member in message["generation"]["members"])
                 self._training_began()
             elif kind == "recovered":
                 self._recovered = True
             elif kind == "say":
                 self._say(message["text"])
             elif kind == "finishing":
-                self._finish()
+                self._finish(message["members"])
             elif kind == "kill" and message["worker"] in self.workers:
-                self.workers[message["worker"]].kill()
+                cause, details = message.get("cause", "it was given up"), message.get("details", {})
+                self._local.kill_hung(self.workers[message["worker"]], cause, details)
             elif kind == "stop":
                 self._told_to_stop(message["code"], message["message"])
                 return
@@ -296,9 +301,16 @@ class Agent:
         else:
             self._finish()
 
-    def _finish(self) -> None:
-        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done."""
+    def _finish(self, members: Collection[str] = ()) -> None:
+        """Note that somebody's script is over: nobody is replaced any more, so without workers this agent is done.
+
+        Workers that have never trained are killed: one that hangs before it has connected would never end.
+        """
         self.finishing = True
+        self._trained.update(members)
+        for worker in self.workers.values() if self._trained else ():
+            if worker.name not in self._trained:
+                worker.kill()
         if not self.workers:
             self._end(0)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from holdfast.cluster.membership import Judge, Standing, newest_of, worker_order
+from holdfast.cluster.membership import Judge, Standing, machine_of, newest_of, worker_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +109,27 @@ def first_generation(*, slots: Mapping[int, int], minimum_hosts: int, waiting: M
     """
     if len(slots) < minimum_hosts:
         return Readiness(ready=False, reason=f"{len(slots)} of at least {minimum_hosts} hosts are here")
-    if not sum(slots.values()):
-        return Readiness(ready=False, reason="no host has room for a worker")
     for host, wanted in slots.items():
         if waiting.get(host, 0) < wanted:
             reason = f"host {host} has {waiting.get(host, 0)} of {wanted} workers ready"
             return Readiness(ready=False, reason=reason)
     return Readiness(ready=True, reason=f"{len(slots)} hosts with {sum(slots.values())} workers are ready")
+
+
+def first_members(*, waiting: Iterable[str], slots: Mapping[int, int]) -> list[str]:
+    """Return the members of a first generation, by rank: of each host as many of its workers as it has slots.
+
+    A host that was asked to leave has none, although its workers may still be connected.
+
+    >>> first_members(waiting=["0.0", "1.0", "1.1", "1.2"], slots={1: 2})
+    ['1.0', '1.1']
+    """
+    chosen: list[str] = []
+    for name in sorted(waiting, key=worker_order):
+        machine = machine_of(name)
+        if sum(machine_of(other) == machine for other in chosen) < slots.get(machine, 0):
+            chosen.append(name)
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)

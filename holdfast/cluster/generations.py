@@ -10,9 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.cluster import compose
-from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Member, Message, Standing, worker_order
+from holdfast.cluster.membership import (
+    GIVEN_UP,
+    Generation,
+    Judge,
+    Member,
+    Message,
+    Standing,
+    machine_of,
+    worker_order,
+)
+from holdfast.cluster.partition import KeptOut, side_that_stays
 from holdfast.cluster.register import Peer, Register, Worker
 
+TRIES = 20  # generations of the same workers that may fail in a row, if they also take longer than the patience
+REPORT_SECONDS = 1.0  # for workers of other machines that train already: they try to connect 20 times a second
 LAST_WORDS_SECONDS = 1.0  # wait before a run without workers is over: the error that ended them may still arrive
 FINISHED: Message = {"type": "stop", "code": 0, "message": "the run is finished"}
 
@@ -26,6 +38,7 @@ class RosterSettings:
     heartbeat_timeout: float = 5.0  # seconds of silence after which a peer counts as lost
     patience: float = 30.0  # seconds to wait for missing hosts
     first_host: int = 0  # more than 0 after a restart of the coordinator: a number is never given twice
+    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     master_port: int = 0  # a port that was free on the coordinator's machine: MASTER_PORT of all scripts
     run: str = ""  # random; this start of the run, the same for all coordinators that its first agent starts
     life: str = ""  # random; this coordinator process
@@ -58,6 +71,9 @@ class Generations:
         self._recovered = 0  # the newest generation that has committed something
         self._last_words: tuple[float, str] | None = None  # when the run will end, and why
         self._lost: list[tuple[str, float]] = []  # members lost since the last recovery, and when
+        self._kept_out = KeptOut()
+        self._in_vain = 0  # generations of the same workers in a row that have committed nothing
+        self._in_vain_since = now
         self._given_up: set[str] = set()  # lost with their host, as far as known: their processes may be hung
 
     @property
@@ -104,8 +120,9 @@ class Generations:
 
     def _waiting(self) -> list[str]:
         """Return the workers that wait to join."""
+        out = self._kept_out.now(self._now)
         waiting = [w for w in self.workers.values() if w.fresh and w.standing is not None]
-        return [w.name for w in waiting if w.name not in self.members]
+        return [w.name for w in waiting if w.name not in self.members and machine_of(w.name) not in out]
 
     def _target(self) -> int:
         """Return the number of workers that the run should have."""
@@ -115,25 +132,39 @@ class Generations:
         """Form the first generation, of a run or after a restart of the coordinator, if everybody is there."""
         names = self._waiting()
         readiness = self._readiness(names)
-        restarted = self._begun or self.settings.first_host > 0
-        if not readiness.ready or (restarted and self._now - self._born <= self.settings.heartbeat_timeout):
-            return  # after a restart of the coordinator, workers that hold the state may still report
+        if not readiness.ready or self._now < self.first_look:
+            return
         if self._begun:
             self._begin_again(names, "coordinator and workers were lost together")
         else:
             self._begin(names, readiness.reason)
 
+    def _slots(self) -> dict[int, int]:
+        """Return the workers that each host will have; hosts that leave or are kept out have none and are missing."""
+        out = self._kept_out.now(self._now)
+        return {number: host.slots for number, host in self.hosts.items() if host.slots and number not in out}
+
+    @property
+    def first_look(self) -> float:
+        """The time before which no first generation is formed, because workers that hold the state may still report.
+
+        They do if the coordinator was restarted, and perhaps if the whole first agent was, which does not know it.
+        """
+        restarted = self._begun or self.settings.first_host > 0
+        others = len(self.hosts) < self.settings.maximum_hosts
+        wait = self.settings.heartbeat_timeout if restarted else REPORT_SECONDS if others else 0.0
+        return self._born + wait
+
     def _readiness(self, names: Iterable[str]) -> compose.Readiness:
-        waiting = Counter(worker_order(name)[0] for name in names)
-        slots = {number: host.slots for number, host in self.hosts.items()}
-        return compose.first_generation(slots=slots, minimum_hosts=self.settings.minimum_hosts, waiting=waiting)
+        waiting = Counter(machine_of(name) for name in names)
+        return compose.first_generation(slots=self._slots(), minimum_hosts=self.settings.minimum_hosts, waiting=waiting)
 
     def _begin(self, names: Iterable[str], reason: str) -> None:
-        """Announce a generation of fresh workers; those beyond the target wait to join."""
-        ordered = sorted(names, key=worker_order)
-        for name in ordered[self._target() :]:
+        """Announce a generation of fresh workers; those beyond their host's slots wait to join."""
+        chosen = compose.first_members(waiting=names, slots=self._slots())
+        for name in names:
             self.workers[name].fresh = True
-        self._announce(ordered[: self._target()], reason)
+        self._announce(chosen, reason)
 
     def _begin_again(self, names: Iterable[str], lost: str, what: str = "the model") -> None:
         """Begin again from the last checkpoint, because the state is lost; without a checkpoint end the run.
@@ -167,6 +198,7 @@ class Generations:
     def _regroup(self, standings: dict[str, Standing]) -> None:
         """Go on with the survivors if they hold the state or can compute it; else begin again, or end."""
         assert self.generation is not None
+        standings = self._largest_side(standings)
         was_held = any(member.standing.operation for member in self.generation.members)
         judgement = self._judge(standings, trained=was_held or self._committed)
         if not judgement.goes_on and not self._finishing:
@@ -184,6 +216,36 @@ class Generations:
                 self._dismiss(name, FINISHED)
             return
         self._compose(standings)
+
+    def _largest_side(self, standings: dict[str, Standing]) -> dict[str, Standing]:
+        """Return the standings of workers that can reach each other; send the others away, if there are any.
+
+        The larger side stays; the smaller one does if only it can carry the run on.
+        """
+        cut = {
+            frozenset({machine_of(name), machine_of(other)})
+            for name, standing in standings.items()
+            for other in standing.unreached
+            if machine_of(name) != machine_of(other)
+        }
+        stays = side_that_stays(Counter(machine_of(name) for name in standings), cut)
+        side = {name: standing for name, standing in standings.items() if machine_of(name) in stays}
+        rest = {name: standing for name, standing in standings.items() if name not in side}
+        if rest and not self._judge(side, trained=True).goes_on and self._judge(rest, trained=True).goes_on:
+            side, rest = rest, side
+        self._keep_out(rest)
+        return side
+
+    def _keep_out(self, names: Iterable[str]) -> None:
+        """Send workers away whose machines others cannot reach. Their agents start new ones, which wait."""
+        for machine in sorted({machine_of(name) for name in names}):
+            seconds = self._kept_out.add(machine, self._now)
+            self._register.log("partition", host=machine, seconds=seconds)
+            text = f"holdfast: other hosts cannot reach host {machine}: it is kept out for {seconds:g} s"
+            self._register.send_all(self.hosts.values(), {"type": "say", "text": text})
+        for name in names:
+            message = f"worker {name} was given up: other workers cannot reach its machine"
+            self._dismiss(name, {"type": "stop", "code": GIVEN_UP, "message": message})
 
     def _compose(self, standings: dict[str, Standing]) -> None:
         """Announce the next generation from survivors and joiners, and let leavers go."""
@@ -212,6 +274,11 @@ class Generations:
     def _announce(self, names: Iterable[str], reason: str) -> None:
         """Form the next generation of these workers, by rank, and tell all members and hosts."""
         number = 1 if self.generation is None else self.generation.number + 1
+        names = list(names)
+        if self._is_in_vain(names):
+            text = f"{', '.join(names)} could not work together {self._in_vain} times in a row"
+            self.stop(3, f"{text} (events.jsonl says under 'broken' why)")
+            return
         members = []
         for name in names:
             worker = self.workers[name]
@@ -240,13 +307,20 @@ class Generations:
         self._register.log("generation", number=number, workers=self.members, hosts=hosts, reason=reason)
         self.kill_given_up()
 
+    def _is_in_vain(self, names: list[str]) -> bool:
+        """Whether the same workers have failed for long, without a loss and without one commit: it is no use."""
+        again = self.generation is not None and names == self.members and self._recovered < self.generation.number
+        self._in_vain = self._in_vain + 1 if again else 0
+        self._in_vain_since = self._in_vain_since if again else self._now
+        return self._in_vain >= TRIES and self._now - self._in_vain_since >= self.settings.patience
+
     def kill_given_up(self) -> None:
         """Have processes killed that were given up with their host, once it is back and nobody needs them.
 
         A hung one would never end. One that lives may hold the only copy of a layer while no other generation forms.
         """
         for name in sorted(self._given_up - {*self.members}, key=worker_order):
-            host = self.hosts.get(worker_order(name)[0])
+            host = self.hosts.get(machine_of(name))
             if host is not None:
                 self._given_up.discard(name)
                 self._register.send(host.connection, {"type": "kill", "worker": name})
@@ -266,6 +340,7 @@ class Generations:
         if self._breaking or self._recovered == number:  # another loss has been noticed since; or known already
             return
         self._recovered = number
+        self._kept_out.reached({machine_of(name) for name in self.members})
         if self._lost:
             ms = 1000 * (self._now - min(when for _, when in self._lost))
             lost = [name for name, _ in self._lost]
@@ -288,7 +363,7 @@ class Generations:
             return
         self._finishing = True
         self._register.log("finished")
-        self._register.send_all(self.hosts.values(), {"type": "finishing"})
+        self._register.send_all(self.hosts.values(), {"type": "finishing", "members": self.members})
         for name, worker in self.workers.items():
             if name not in self.members:
                 self._register.send(worker.connection, FINISHED)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,12 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.cluster import membership, silence, tags
+from holdfast.cluster import membership, reach, silence, tags
 from holdfast.cluster.membership import Generation
+from holdfast.cluster.pulse import PULSE
 from holdfast.cluster.waiter import wait_for
 from holdfast.errors import Broken
 
 CONNECT = timedelta(seconds=60)  # Gloo gives up by itself after this, which ends the thread of an abandoned attempt
+CALL_SECONDS = 1.0  # between two looks for calls that nobody answers: a living machine answers much sooner
 LOOK_SECONDS = 0.02  # between two looks whether a generation has ended while it forms
 
 Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
@@ -66,14 +69,16 @@ class Group:
         self.bytes = 0  # bytes that this worker has sent
         self._sent: list[Any] = []  # sends, whose tensors are kept alive until a vote proves that they have arrived
         self._broken: str | None = None  # the reason why the group was aborted
+        self.unreached: tuple[str, ...] = ()  # members whose machines have vanished, as far as this worker can tell
         self._watch: threading.Event | None = None  # ends the look for vanished machines when it is set
 
     # --- communication ---------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise ``Broken`` if the generation is over. It is cheap: call it between pieces of work."""
+        PULSE.sign()
         if self._broken is not None:
-            raise Broken(self._broken)
+            raise Broken(self._broken, unreached=self.unreached)
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
         """Post transfers; return the receives, for ``finish``. Raises ``Broken``.
@@ -203,7 +208,13 @@ class Group:
 
     def look_for_vanished(self) -> None:
         """Abort the group once a peer's machine has vanished, in case no coordinator can tell (see ``silence``)."""
-        self._watch = silence.watch(list(self._sockets), silence.seconds_allowed(), self.abort)
+        seconds = silence.seconds_allowed()
+
+        def vanished(numbers: Collection[int]) -> None:
+            self.unreached = _members_at(self.generation, {_peer_address(number) for number in numbers})
+            self.abort(f"{' and '.join(self.unreached) or 'a peer'} cannot be reached for {seconds:g} s")
+
+        self._watch = silence.watch(list(self._sockets), seconds, vanished)
 
     def close(self) -> None:
         """End the group. Its memory is freed with the object, which takes Gloo ten milliseconds."""
@@ -251,14 +262,28 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
             result.append(e)
         done.set()
 
+    before = set(_open_sockets().values())
     threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
-    while not done.wait(LOOK_SECONDS):
-        if store.closed:
-            raise Broken("the generation ended while it formed")
+    calls = reach.Calls(addresses={m.address for m in generation.members}, seconds=silence.heartbeat())
+    next_look = time.monotonic() + CALL_SECONDS
+    with PULSE.at("wait"):
+        while not done.wait(LOOK_SECONDS):
+            if store.closed:
+                raise Broken("the generation ended while it formed")
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + CALL_SECONDS
+                if silent := calls.look(reach.calling(set(_open_sockets().values()) - before), now):
+                    unreached = _members_at(generation, silent)
+                    raise Broken(f"{' and '.join(unreached)} cannot be reached", unreached=unreached)
     if isinstance(result[0], Group):
         result[0].look_for_vanished()  # not in the thread: in an abandoned group nobody would end the look
         return result[0]
     raise Broken(f"the generation could not form: {result[0]}")
+
+
+def _members_at(generation: Generation, addresses: Collection[str]) -> tuple[str, ...]:
+    """Return the members whose machines have these addresses."""
+    return tuple(member.worker for member in generation.members if member.address in addresses)
 
 
 def _connect(generation: Generation, rank: int, store: membership.Store, device: torch.device) -> Group:
@@ -295,11 +320,16 @@ def _open_sockets() -> dict[int, str]:
 
 def _is_pair(number: int, addresses: set[str]) -> bool:
     """Whether a socket is connected to a member. Gloo ends the process if its listening socket is shut down."""
+    return _peer_address(number) in addresses
+
+
+def _peer_address(number: int) -> str:
+    """Return the address that a socket is connected to; "" if it is connected to none."""
     try:
         with socket.socket(fileno=os.dup(number)) as candidate:
-            return str(candidate.getpeername()[0]) in addresses
+            return str(candidate.getpeername()[0])
     except (OSError, IndexError):
-        return False
+        return ""
 
 
 def _shut_down(number: int, inode: str) -> None:

@@ -30,11 +30,20 @@ def worker_order(worker: str) -> tuple[int, ...]:
     return tuple(int(part) for part in worker.split("."))
 
 
+def machine_of(worker: str) -> int:
+    """Return the number of the agent that started a worker.
+
+    >>> machine_of("2.17")
+    2
+    """
+    return worker_order(worker)[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Standing:
     """A worker's progress, which it shows when a generation ends.
 
-    The cluster layer reads the first five fields. ``payload`` is opaque to it: JSON values that the workers
+    The cluster layer reads all fields but the last. ``payload`` is opaque to it: JSON values that the workers
     themselves, and the ``Judge``, understand.
     """
 
@@ -43,6 +52,7 @@ class Standing:
     boundary: bool = False  # it is between two steps, where joiners may come in
     leaving: bool = False  # it was asked to leave, and the others have voted on that
     broken: bool = False  # the generation failed it
+    unreached: tuple[str, ...] = ()  # members whose machines did not answer it in that generation
     payload: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

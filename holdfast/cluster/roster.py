@@ -8,11 +8,14 @@ training goes on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.cluster import compose
 from holdfast.cluster.generations import Generations, RosterSettings
-from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, worker_order
+from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, machine_of
+from holdfast.cluster.pulse import Still
 from holdfast.cluster.register import Host, Peer, Sent, Worker
+from holdfast.cluster.stuck import StepTimeout, StuckWatch
 from holdfast.cluster.watch import Watch
 
 DONE = "it is done"  # cause of a host's end that is no failure
@@ -55,14 +58,18 @@ class Roster(Generations):
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         super().__init__(settings, judge=judge, now=now)
         self._watch = Watch(timeout=settings.heartbeat_timeout, patience=settings.patience, now=now)
+        self._stuck = StuckWatch(StepTimeout.parse(settings.step_timeout))
         self._errors: list[str] = []  # the last line of each error that ended a worker
         self._exits: dict[str, bool] = {}  # workers that ended with code 0, and whether their scripts were over
         self._next_host = settings.first_host
+        self._names: dict[str, str] = {}  # the incarnation of each worker that was ever heard of
 
     @property
     def deadline(self) -> float:
         """When the next ``Tick`` is due."""
         ends = [] if self._last_words is None else [self._last_words[0]]
+        if self.generation is None and self._now < self.first_look:
+            ends.append(self.first_look)
         return min([self._watch.deadline, *ends])
 
     def step(self, event: Event, now: float) -> list[Sent]:
@@ -108,6 +115,8 @@ class Roster(Generations):
                 self._nobody_left_on(peer, message["reason"])
             elif kind == "bye":
                 self._host_gone(peer, DONE)
+            elif kind == "beat":
+                peer.starting = {name: float(age) for name, age in dict(message.get("starting", {})).items()}
         elif kind == "standing":
             self.show_standing(peer, Standing(**message["standing"]), message["generation"])
         elif kind == "store":
@@ -116,6 +125,7 @@ class Roster(Generations):
             self.progressed(message["generation"], message["operation"])
         elif kind == "beat":
             peer.doing = message["doing"] and (message["doing"][0], message["doing"][1])
+            peer.still = Still.from_json(message["still"]) if "still" in message else None
         elif kind == "finished":
             self.finish()
         elif kind == "bye":
@@ -145,7 +155,8 @@ class Roster(Generations):
         if hello["finished"]:
             self.finish()
         welcome = {"type": "welcome", "host": number, "master_port": self.settings.master_port}
-        welcome |= {"begun": self.generation is not None, "finishing": self._finishing}  # it may have missed that
+        # It may have missed what follows.
+        welcome |= {"begun": self.generation is not None, "finishing": self._finishing, "members": self.members}
         self._register.send(host.connection, welcome)
         self._register.log("host", host=number, slots=host.slots)
         self.kill_given_up()
@@ -170,6 +181,7 @@ class Roster(Generations):
             self._register.hang_up(connection)
             return
         self._register.add(worker)
+        self._names[worker.name] = worker.incarnation
         self.absent.pop(worker.name, None)
         for told in (self._called, self._invited):  # messages on its old connection may be lost: send them again
             told.discard(worker.name)
@@ -204,10 +216,7 @@ class Roster(Generations):
 
     def _is_another(self, name: str, incarnation: str) -> bool:
         """Whether a name belongs to another process: an agent that was started anew counts its workers from 0 again."""
-        if name in self.workers:
-            return self.workers[name].incarnation != incarnation
-        members = () if self.generation is None else self.generation.members
-        return any(member.worker == name and member.incarnation != incarnation for member in members)
+        return self._names.get(name, incarnation) != incarnation
 
     def _refuses_member(self, worker: Worker, known: Generation) -> Message | None:
         """Return why a worker that trains already cannot go on: the run has gone on without it."""
@@ -234,6 +243,9 @@ class Roster(Generations):
         self._begun = True
         if self._counts_more(known):
             self.generation, self.run = known, known.run
+            self._names |= {member.worker: member.incarnation for member in known.members}
+            for name in [n for n, w in self.workers.items() if self._is_another(n, w.incarnation)]:
+                self._dismiss(name, {"type": "stop", **_given_up(name, "another worker had this name before")})
             self.absent = {w: self._now for w in known.workers if w not in self.workers}
             for name in [n for n, w in self.workers.items() if not w.fresh and n not in known.workers]:
                 self._dismiss(name, {"type": "stop", **_given_up(name)})
@@ -252,7 +264,7 @@ class Roster(Generations):
             self._host_gone(peer, "connection lost", silent=self._watch.is_dazed(self._now))
         elif peer.name in self._exits:
             self._ended_well(peer.name)
-        elif self._watch.is_dazed(self._now) or worker_order(peer.name)[0] in self.hosts:
+        elif self._watch.is_dazed(self._now) or machine_of(peer.name) in self.hosts:
             self.absent[peer.name] = self._now
         else:
             self._given_up.add(peer.name)
@@ -266,7 +278,7 @@ class Roster(Generations):
         """
         self._register.remove(host)
         self._register.log("host-gone", host=host.number, cause=cause)
-        for name in [] if silent else [name for name in self.absent if worker_order(name)[0] == host.number]:
+        for name in [] if silent else [name for name in self.absent if machine_of(name) == host.number]:
             self._given_up.add(name)
             self._worker_gone(name, cause)
         if not self.hosts and (cause == DONE or self._finishing):
@@ -344,6 +356,7 @@ class Roster(Generations):
         if self._last_words is not None and now >= self._last_words[0]:
             self.stop(3, self._last_words[1])
         if self.stopped or now < watch.deadline:
+            self.advance()  # some decisions wait for time to pass
             return
         awake = watch.look(now)
         self._register.send_all(self._register.everybody, {"type": "beat"})
@@ -366,19 +379,28 @@ class Roster(Generations):
                 self._give_up(name, "did not come back to the coordinator")
         self._look_for_hosts()
         self._look_for_disagreement()
-        self.advance()  # some decisions wait for time to pass
+        self._look_for_stuck()
+        self.advance()
 
-    def _give_up(self, name: str, cause: str) -> None:
-        """Count a silent worker as lost, and have it killed: a hung process could come back to life later."""
-        self._register.send_all(self.hosts.values(), {"type": "kill", "worker": name})
+    def _give_up(self, name: str, cause: str, **details: Any) -> None:
+        """Count a silent worker as lost, and have it killed: a hung process could come back to life later.
+
+        ``details`` are for the event that its agent writes.
+        """
+        message = {"type": "kill", "worker": name, "cause": cause, "details": details}
+        self._register.send_all(self.hosts.values(), message)
         self._worker_gone(name, cause)
 
     def _look_for_hosts(self) -> None:
         """Stop the run if there have been too few hosts for longer than the patience."""
-        here, needed = len(self.hosts), self.settings.minimum_hosts
+        out = self._kept_out.now(self._now)
+        # A host that leaves counts as long as it is there; but a run does not begin with it.
+        here = len(self.hosts.keys() - out if self._begun else self._slots())
+        needed = self.settings.minimum_hosts
         enough = here and self._finishing
         if self._watch.too_few(needed if enough else here, needed, self._now):
-            text = f"{here} of at least {needed} hosts for {self.settings.patience:g} s"
+            cut_off = f"; others cannot reach {len(out)}" if out else ""
+            text = f"{here} of at least {needed} hosts for {self.settings.patience:g} s{cut_off}"
             self.stop(3, f"too few workers: {text} (start more agents, or lower --nnodes)")
 
     def _look_for_disagreement(self) -> None:
@@ -387,6 +409,39 @@ class Roster(Generations):
         doings = {n: d for n in self.members if n in workers and (d := workers[n].doing) is not None}
         if (text := compose.disagreement(doings)) is not None:
             self.stop(2, text)
+
+    def _look_for_stuck(self) -> None:
+        """Give up a worker that hangs although its heartbeats come, or that hangs before it has connected.
+
+        While nobody has connected, nobody knows whether the script will ever make a ``Run``. So then those who have
+        not are left alone, unless the user has set a limit.
+        """
+        if self.stopped:
+            return
+        workers = self.workers
+        starting = {n: age for host in self.hosts.values() for n, age in host.starting.items() if n not in workers}
+        if not (workers or self._begun or self._stuck.is_set):
+            starting = {}
+        stills = {name: worker.still for name, worker in workers.items() if worker.still is not None}
+        stuck = self._stuck.look(stills, members=self.members, starting=starting, now=self._now)
+        if stuck is None:
+            self._look_for_stall()
+            return
+        worker = workers.get(stuck.worker)
+        operation, doing = (None, "") if worker is None or worker.doing is None else worker.doing
+        kind = stuck.where if stuck.where in ("script", "start") else doing
+        details = {"operation": operation, "kind": kind, "seconds": stuck.seconds, "limit": stuck.limit}
+        # Its line stays open: it would connect again, and end before it has written its stacks.
+        self._give_up(stuck.worker, stuck.cause, **details)
+
+    def _look_for_stall(self) -> None:
+        """End a generation whose members wait for each other, while none of them waits for the roster."""
+        members = [self.workers[name] for name in self.members if name in self.workers]
+        waiting = [worker.still for worker in members if worker.still is not None and worker.standing is None]
+        if len(waiting) == len(self.members) and self._stuck.stalled(waiting, self._now):
+            assert self.generation is not None
+            self._register.log("stalled", generation=self.generation.number, seconds=min(s.seconds for s in waiting))
+            self._breaking = True
 
 
 def _given_up(name: str, reason: str = "it counted as lost") -> Message:

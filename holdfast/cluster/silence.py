@@ -53,11 +53,16 @@ def seconds_allowed() -> float:
 
     The coordinator needs one. It knows more, so it should be the first to tell.
     """
-    return 3 * float(os.environ.get("HOLDFAST_HEARTBEAT", "5"))
+    return 3 * heartbeat()
 
 
-def watch(numbers: Collection[int], seconds: float, vanished: Callable[[str], None]) -> threading.Event:
-    """Watch sockets in a thread; call ``vanished(reason)`` once one has had no answer for ``seconds``.
+def heartbeat() -> float:
+    """Return the heartbeat timeout of this run in seconds."""
+    return float(os.environ.get("HOLDFAST_HEARTBEAT", "5"))
+
+
+def watch(numbers: Collection[int], seconds: float, vanished: Callable[[Collection[int]], None]) -> threading.Event:
+    """Watch sockets in a thread; call ``vanished(numbers)`` once some of them have had no answer for ``seconds``.
 
     Returns an event that ends the watch when it is set.
     """
@@ -65,8 +70,8 @@ def watch(numbers: Collection[int], seconds: float, vanished: Callable[[str], No
 
     def look() -> None:
         while not over.wait(seconds / 4):
-            if any(unanswered(number) >= seconds for number in numbers):
-                vanished(f"a peer's machine has not answered for {seconds:g} s")
+            if silent := [number for number in numbers if unanswered(number) >= seconds]:
+                vanished(silent)
                 return
 
     for number in numbers:

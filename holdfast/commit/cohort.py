@@ -24,6 +24,7 @@ from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Membership, Standing, Store
+from holdfast.cluster.pulse import PULSE, Where
 from holdfast.commit.operation import Operation, mark_of, name_of, refuse_to_differ
 from holdfast.commit.settle import Account, Settlement, account_of, settle
 from holdfast.errors import Broken
@@ -100,6 +101,8 @@ class Cohort:
         self._ended = 0  # the newest generation known to be over
         self._stop_at_boundary = False  # somebody joins or leaves at the next boundary
         self._first_of_generation = False  # the next commit is the first of its generation
+        self._has_stepped = False  # a step was committed in this generation
+        self._unreached: tuple[str, ...] = ()  # members whose machines did not answer in the last generation
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         self._sent = 0  # bytes sent in past generations
         self._called = False  # the generation was ended for somebody who wants to join or leave
@@ -185,9 +188,12 @@ class Cohort:
         self._doing = operation.kind
         self.membership.doing(before, name_of(operation))
         while self._operation == before:
-            if self._succeeds(operation):
-                self._apply(operation)
-            else:  # outside of the except clause: the exception's frames would keep the broken attempt's memory
+            with PULSE.at(self._where(operation)):
+                succeeded = self._succeeds(operation)
+                if succeeded:
+                    self._apply(operation)
+            if not succeeded:
+                # Outside of the except clause: the exception's frames would keep the broken attempt's memory.
                 if self._voted is None:
                     operation.drop()
                 # Once it has voted it must keep the result: another worker may have seen the vote succeed.
@@ -195,6 +201,10 @@ class Cohort:
         self._doing = ""
         assert self._result is not None
         return self._result
+
+    def _where(self, operation: Operation) -> Where:
+        """Say what the operation is to those who look for hung workers: a generation's first step may take long."""
+        return "step" if operation.kind == "step" and self._has_stepped else "operation"
 
     def _succeeds(self, operation: Operation) -> bool:
         """Attempt and vote; return whether the vote succeeded."""
@@ -236,6 +246,7 @@ class Cohort:
         operation.apply(self._result)
         self._voted = None
         self._operation += 1
+        self._has_stepped = self._has_stepped or operation.kind == "step"
         if self._first_of_generation:
             self._first_of_generation = False
             self._keeper.let_go()
@@ -259,6 +270,8 @@ class Cohort:
         """
         while True:
             if self.group is not None:
+                self._unreached = self._unreached or self.group.unreached
+                self.group.unreached = ()  # told once
                 self.group.close()
                 self._closed.append(self.group)
                 self._sent += self.group.bytes
@@ -272,7 +285,7 @@ class Cohort:
                 self._events.write(
                     "broken", worker=self.membership.worker, generation=generation.number, reason=str(reason)
                 )
-                broken = True
+                broken, self._unreached = True, reason.unreached
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
         """Return what this worker shows to get into the next generation."""
@@ -287,6 +300,7 @@ class Cohort:
             voted=self._voted is not None,
             boundary=boundary,
             broken=broken,
+            unreached=self._unreached,
             # A wish that came after the last vote waits: workers that leave together must have voted on it.
             leaving=self._leaves or self.everybody_leaves,
             payload=account.to_json(),
@@ -310,6 +324,8 @@ class Cohort:
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
+        self._has_stepped = False
+        self._unreached = ()
         for callback in self._entered:
             callback(generation, settlement)
         self._events.write(

@@ -62,6 +62,8 @@ def test_workers_of_an_earlier_start_do_not_end_the_present_run() -> None:
     """Their generation has the larger number, which would have replaced the one that trains."""
     known = trained(run="first")
     table = Table(2, run="second", maximum_hosts=2)
+    assert not table.roster.members, "there may be another machine, where the run goes on"
+    table.wait(1.0, 0, 1, 100)
     assert table.roster.members == ["0.0", "0.1"]
     table.agent(110, agent="b", host=1, slots=2, begun=True)
     sent = reconnect(table, known, 0)

@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.cluster.generations import LAST_WORDS_SECONDS, RosterSettings
 from holdfast.cluster.membership import Standing
+from holdfast.cluster.pulse import Still
 from holdfast.cluster.register import EVENTS, HANG_UP, Sent
 from holdfast.cluster.roster import Connected, Disconnected, Heard, Roster, Tick
 from holdfast.commit.settle import judge
@@ -227,7 +228,8 @@ def test_an_agent_that_was_away_is_told_what_it_missed() -> None:
 
 def test_a_process_that_was_given_up_with_its_host_is_killed_when_that_is_back() -> None:
     table = Table(1, maximum_hosts=2)
-    table.agent(101, host=None, slots=1, begun=False, finished=False)
+    table.wait(1.0, 0, 100)
+    table.agent(101, agent="b", slots=1)
     table.hear(0, "progress", generation="1/", operation=1)
     table.worker(0, connection=1, worker="1.0")
     table.show(0, operation=1, boundary=True)
@@ -235,7 +237,7 @@ def test_a_process_that_was_given_up_with_its_host_is_killed_when_that_is_back()
     table.close(1)
     table.close(101)
     table.show(0, operation=2, broken=True)
-    sent = table.agent(111, host=1, slots=1, begun=True, finished=False)
+    sent = table.agent(111, agent="b", host=1, slots=1, begun=True, finished=False)
     assert "kill" in to(sent, 111)
 
 
@@ -262,6 +264,73 @@ def test_silence_is_a_loss_and_the_process_is_killed() -> None:
     assert (1, HANG_UP) in sent
     assert "kill" in to(sent, 100)
     assert "regroup" in to(sent, 0)
+
+
+def hang(table: Table, seconds: float, stills: dict[int, str], **starting: float) -> list[Sent]:
+    """Let time pass while these workers beat and stay where they are, without a sign of progress."""
+    until, begin, sent = table.now + seconds, table.now, []
+    while table.roster.deadline <= until and not table.roster.stopped:
+        table.now = table.roster.deadline
+        for number, where in stills.items():
+            report = Still(where=where, seconds=table.now - begin)  # type: ignore[arg-type]
+            sent += table.hear(number, "beat", doing=(7, "step"), still=report.to_json())
+        ages = {name.replace("_", "."): age + table.now - begin for name, age in starting.items()}
+        sent += table.hear(100, "beat", starting=ages)
+        sent += table._step(Tick())
+    table.now = until
+    return sent
+
+
+def killed(sent: list[Sent]) -> list[Message]:
+    return [message for recipient, message in sent if recipient == 100 and message["type"] == "kill"]
+
+
+def test_a_worker_that_hangs_while_it_beats_is_a_loss_and_is_killed_once() -> None:
+    table = Table(3, step_timeout="60:600")
+    sent = hang(table, 300.0, {0: "wait", 1: "step", 2: "wait"})
+    (kill,) = killed(sent)
+    assert kill["worker"] == "0.1"
+    assert kill["cause"].startswith("stuck: no sign of progress for 6")
+    assert kill["details"].items() >= {"operation": 7, "kind": "step", "limit": 60.0}.items()
+    assert logged(sent) == ["failure"]
+    assert to(sent, 0).count("regroup") == to(sent, 2).count("regroup") == 1
+    assert (1, HANG_UP) not in sent, "it would connect again, and end before it shows its stacks"
+    table.show(0, operation=7, broken=True)
+    table.show(2, operation=7, broken=True)
+    assert table.roster.members == ["0.0", "0.2"]
+
+
+def test_by_default_a_slow_script_has_half_an_hour() -> None:
+    table = Table(2)
+    assert killed(hang(table, 1795.0, {0: "wait", 1: "script"})) == []
+    assert [kill["worker"] for kill in killed(hang(Table(2), 1810.0, {0: "wait", 1: "script"}))] == ["0.1"]
+
+
+def test_a_worker_that_never_connects_is_killed_if_another_has() -> None:
+    table = Table(0)
+    table.hear(100, "slots", slots=2)
+    assert killed(hang(table, 4000.0, {}, **{"0_0": 0.0, "0_1": 0.0})) == [], "a script need not make a Run"
+    table.worker(0)
+    (kill,) = killed(hang(table, 100.0, {0: "wait"}, **{"0_1": 4000.0}))
+    assert kill["worker"] == "0.1"
+    assert kill["details"]["kind"] == "start"
+
+
+def test_a_limit_that_is_set_holds_for_workers_that_never_connect() -> None:
+    table = Table(0, step_timeout="10:20")
+    assert [kill["worker"] for kill in killed(hang(table, 30.0, {}, **{"0_0": 0.0}))] == ["0.0"]
+
+
+def test_members_that_all_wait_for_each_other_begin_another_generation() -> None:
+    table = Table(2, step_timeout="60:600")
+    sent = hang(table, 700.0, {0: "wait", 1: "wait"})
+    assert killed(sent) == []
+    assert logged(sent) == ["stalled"]
+    assert to(sent, 0).count("regroup") == to(sent, 1).count("regroup") == 1
+    for number in (0, 1):
+        table.show(number, operation=7, broken=True)
+    assert table.roster.generation is not None
+    assert table.roster.generation.number == 2
 
 
 def test_nobodys_silence_counts_when_the_roster_was_asleep_itself() -> None:
@@ -294,7 +363,13 @@ def test_without_survivors_a_run_with_checkpoints_begins_again() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("standing", {}), ("standing", {"generation": 1, "standing": {"nonsense": 1}}), ("progress", {}), ("beat", {})],
+    [
+        ("standing", {}),
+        ("standing", {"generation": 1, "standing": {"nonsense": 1}}),
+        ("progress", {}),
+        ("beat", {}),
+        ("beat", {"doing": None, "still": {}}),
+    ],
 )
 def test_a_malformed_message_costs_its_sender_the_connection(kind: str, message: Message) -> None:
     table = Table(2)

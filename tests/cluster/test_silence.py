@@ -64,7 +64,7 @@ def test_a_vanished_machine_and_a_slow_process(two: Machines) -> None:
 
 def test_a_watch_that_is_over_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other end does not answer, but the watch ends before it looks: its first look would be in 15 s."""
-    said: list[str] = []
+    said: list[object] = []
     others = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
         with monkeypatch.context() as patch:

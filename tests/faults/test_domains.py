@@ -133,6 +133,19 @@ def test_the_link_of_a_host_is_cut(tmp_path: Path, undisturbed, three: Machines,
     assert three.endpoint in three.agents[2].stderr, "whom it has lost"
 
 
+def test_two_hosts_that_do_not_reach_each_other(tmp_path: Path, undisturbed, three: Machines) -> None:
+    """Both reach the first host and the coordinator, so nobody counts as lost. One of them is kept out."""
+    start_all(three, tmp_path, STAGES="2", TOLERATE="1")
+    three.separate(1, 2)
+    assert [three.wait(machine) for machine in range(3)] == [0, 0, 0]
+    result = collect(tmp_path)
+    assert [event["host"] for event in result.of("partition")] == [2]
+    assert len(result.of("generation")) <= 3, "the same generation is not formed again and again"
+    assert len(result.results) == 4
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert result.losses == undisturbed(STEPS).losses
+
+
 @pytest.mark.thorough("a link is cut, and hosts join, in other tests")
 def test_a_host_whose_link_comes_back_joins_again(tmp_path: Path, undisturbed, three: Machines) -> None:
     start_all(three, tmp_path, STEPS="150", STAGES="3", TOLERATE="1", WANTED="6")

@@ -133,3 +133,22 @@ def test_a_host_whose_traffic_vanishes(tmp_path: Path, undisturbed, two: Machine
     causes = [e["cause"] for e in result.of("failure") if e["worker"].startswith("1.")]
     assert causes
     assert all("no heartbeat" in cause for cause in causes)
+
+
+def test_the_head_is_started_anew_while_the_other_host_trains(tmp_path: Path, undisturbed, two: Machines) -> None:
+    """Agent, coordinator and workers of the first machine die at once. The next agent counts from 0 again."""
+    common = ("-n", "2", "--nnodes", "1:2", "--rdzv-endpoint", two.endpoint, "--heartbeat-timeout", "1")
+    start_agent(tmp_path, "first", *common, inside=two.names[0])
+    wait_for_step(tmp_path, 1, 2)
+    second = start_agent(tmp_path, "second", *common, inside=two.names[1])
+    wait_for_step(tmp_path, 1, 4)
+    two.kill(0)
+    again = start_agent(tmp_path, "again", *common, inside=two.names[0])
+    wait_until("four train", lambda: len(collect(tmp_path).of("generation")[-1]["workers"]) == 4)
+    hurry(tmp_path)
+    assert [again.wait(60), second.wait(60)] == [0, 0]
+    result = collect(tmp_path)
+    assert result.sha256 == undisturbed(STEPS).sha256
+    numbers = [event["number"] for event in result.of("generation")]
+    assert numbers == sorted(set(numbers)), "one run, not two"
+    assert not {"0.0", "0.1"} & {*result.of("generation")[-1]["workers"]}, "the dead are not taken for the living"

@@ -55,12 +55,15 @@ class History:
         layouts: Layouts | None = None,
         kind: str = "aimed",
         seed: int = 0,
+        minimum_hosts: int | None = None,
         fate: Fate | None = None,
         **settings: Any,
     ) -> None:
         hosts = workers if isinstance(workers, list) else [workers]
         settings.setdefault("stages", 1)
-        self.plan = Plan(seed=seed, kind=kind, hosts=hosts, settings=settings, layouts=layouts)
+        self.plan = Plan(
+            seed=seed, kind=kind, hosts=hosts, settings=settings, layouts=layouts, minimum_hosts=minimum_hosts
+        )
         self.world = happen(self.plan, fate or aim(*strikes))
 
     def judge(self) -> bool:

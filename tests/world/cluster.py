@@ -7,21 +7,22 @@ a new roster, and everybody connects again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from holdfast.cluster import wire
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.generations import RosterSettings
-from holdfast.cluster.membership import Generation, Standing, new_incarnation
+from holdfast.cluster.membership import Generation, Standing, machine_of, new_incarnation
 from holdfast.cluster.register import EVENTS, HANG_UP
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
 from holdfast.commit.settle import judge
-from holdfast.errors import Broken
+from holdfast.errors import Broken, HoldfastError
 from tests.world.fibers import Scheduler
 
 HEARTBEAT = 5.0
+PATIENCE = 30.0  # simulated seconds for which a worker waits for a coordinator that is gone
 RETRY = 0.05  # simulated seconds between two tries to connect
 REPLACE_AFTER = 2.0  # as the agent's REPLACE_AFTER_SECONDS
 
@@ -38,6 +39,10 @@ class Endpoint(Protocol):
 
     def disconnected(self) -> None: ...
 
+    @property
+    def machine(self) -> int | None:
+        """The number of the agent of its machine."""
+
 
 class Line:
     """A connection to the coordinator, seen from the far end."""
@@ -45,12 +50,28 @@ class Line:
     def __init__(self, coordinator: Coordinator, end: Endpoint, number: int) -> None:
         self._coordinator, self._end, self.number = coordinator, end, number
         self._last = {"up": 0.0, "down": 0.0}
+        self._held: list[Callable[[], None]] = []  # what is under way while the network is cut; it comes later
+        self._abandoned = False  # the far end has closed it
         self.closed = False
 
     def _later(self, way: str, callback: Callable[[], None]) -> None:
         scheduler = self._coordinator.scheduler
         self._last[way] = max(self._last[way], scheduler.now + self._coordinator.latency())
-        scheduler.later(self._last[way] - scheduler.now, lambda: None if self.closed else callback())
+        scheduler.later(self._last[way] - scheduler.now, lambda: self._arrive(callback))
+
+    def _arrive(self, callback: Callable[[], None]) -> None:
+        if self.closed:
+            return
+        if self._coordinator.is_cut_off(self._end):
+            self._held.append(callback)
+        else:
+            callback()
+
+    def mended(self) -> None:
+        """The network works again: the kernels send what was lost once more."""
+        held, self._held = self._held, []
+        for callback in held:
+            self._arrive(callback)
 
     def send(self, message: Message) -> None:
         """From the far end to the coordinator."""
@@ -58,7 +79,7 @@ class Line:
 
     def deliver(self, message: Message) -> None:
         """From the coordinator to the far end."""
-        self._later("down", lambda: self._end.hear(_copy(message)))
+        self._later("down", lambda: None if self._abandoned else self._end.hear(_copy(message)))
 
     def hang_up(self) -> None:
         """The coordinator closes it, after what it has said."""
@@ -73,7 +94,14 @@ class Line:
         if not self.closed:
             self.closed = True
             self._coordinator.lost(self)
-            self._end.disconnected()
+            if not self._abandoned:
+                self._end.disconnected()
+
+    def give_up(self) -> None:
+        """The far end closes it, because it has heard nothing. The coordinator learns of it when the network works."""
+        self._abandoned = True
+        self._later("up", self.lose)
+        self._end.disconnected()
 
 
 def _copy(message: Message) -> Message:
@@ -94,6 +122,7 @@ class Coordinator:
         self.roster: Roster | None = None
         self.over = False
         self._asleep = False
+        self._cut_off: set[int] = set()  # machines that do not reach it
         self._missed: list[Event] = []  # what came in while it was asleep
         self.start()
 
@@ -104,11 +133,16 @@ class Coordinator:
         self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
         self._set_timer()
 
-    def crash(self, seconds: float) -> None:
-        """All connections break; another coordinator takes its place later."""
+    def crash(self, seconds: float, *, head: bool = False) -> None:
+        """All connections break; another coordinator takes its place later.
+
+        ``head``: its agent is started anew too, and knows nothing of the run.
+        """
         if self.over:
             return
         self._log("coordinator-restart")
+        if head:
+            self._run, self._starts = new_incarnation(), 0
         self.roster, self._missed = None, []
         for line in list(self._lines.values()):
             line.lose()
@@ -129,9 +163,21 @@ class Coordinator:
         if self.roster is not None and not self.over:
             self.step(Tick())
 
+    def cut_off(self, machine: int) -> None:
+        """Nothing from or to a machine arrives; nothing is closed."""
+        self._cut_off.add(machine)
+
+    def mend(self, machine: int) -> None:
+        self._cut_off.discard(machine)
+        for line in list(self._lines.values()):
+            line.mended()
+
+    def is_cut_off(self, end: Endpoint) -> bool:
+        return end.machine in self._cut_off
+
     def connect(self, end: Endpoint) -> Line | None:
         """A new connection; None while there is no coordinator, or it does not answer."""
-        if self.roster is None or self.over or self._asleep:
+        if self.roster is None or self.over or self._asleep or self.is_cut_off(end):
             return None
         line = Line(self, end, self._numbers)
         self._numbers += 1
@@ -203,7 +249,7 @@ class Client:
         self.seat = Seat(worker=name, address="", host=host, label="a world", incarnation=new_incarnation())
         self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
         self._line: Line | None = None
-        self._heard = 0.0
+        self._heard = self._alone_since = 0.0
         self._stores: dict[int, Store] = {}
         self._held_back: list[Callable[[], None]] = []  # what came in while the process was stopped
         self._on_break: Callable[[int], None] = lambda number: None
@@ -211,6 +257,10 @@ class Client:
         self._beat()
 
     # --- the line --------------------------------------------------------------------------------
+
+    @property
+    def machine(self) -> int:
+        return machine_of(self.worker)
 
     def hello(self) -> Message:
         return self.seat.hello()
@@ -229,7 +279,7 @@ class Client:
             return
         if not self._process.frozen and self._line is not None:
             if self._scheduler.now - self._heard > HEARTBEAT:
-                self.drop_line()
+                self._line.give_up()
             else:
                 self._line.send(self.seat.beat())
         self._scheduler.later(HEARTBEAT / 5, self._beat)
@@ -249,7 +299,7 @@ class Client:
             self._line.end()
 
     def disconnected(self) -> None:
-        self._line = None
+        self._line, self._alone_since = None, self._scheduler.now
         if self._process.dead:
             return
         self._over(self.seat.disconnected())
@@ -296,11 +346,16 @@ class Client:
     def regroup(self, standing: Standing) -> Generation:
         before = self.seat.number
         self._send(self.seat.show(standing))
-        self._scheduler.wait(lambda: self.seat.stopped is not None or self.seat.number > before)
+        self._scheduler.wait(lambda: self.seat.stopped is not None or self.seat.number > before or self._is_alone())
+        if self._is_alone():
+            raise HoldfastError("the coordinator is gone")
         if self.seat.stopped is not None:
             raise Stopped(self.seat.stopped.code)
         assert self.seat.generation is not None
         return self.seat.generation
+
+    def _is_alone(self) -> bool:
+        return self._line is None and self._scheduler.now - self._alone_since > PATIENCE
 
     def store(self, generation: Generation) -> Store:
         return self._store(generation)
@@ -332,24 +387,39 @@ class Agent:
 
     def __init__(self, world: Any, coordinator: Coordinator, slots: int) -> None:
         self._world, self._coordinator, self._scheduler = world, coordinator, coordinator.scheduler
-        self._slots, self._serial = slots, 0
+        self.slots, self._serial = slots, 0
         self._line: Line | None = None
         self._incarnation = new_incarnation()
         self.host: int | None = None
         self.code: int | None = None  # how it ended
         self.workers: dict[str, Any] = {}
         self._said_bye = False
+        self._trained: set[str] = set()
         self._begun = self._finishing = self.leaving = self._recovered = False
         self._replacements: list[float] = []  # when each is started at the latest
+        self._heard = 0.0
         self._connect()
+        self._listen()
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, and could say so."""
         return self.code is not None and (self._said_bye or self._coordinator.over)
 
+    @property
+    def machine(self) -> int | None:
+        return self.host
+
+    def _listen(self) -> None:
+        """Give up a line on which the coordinator has said nothing for long, as ``cluster.agent`` does."""
+        if self.is_over:
+            return
+        if self._line is not None and self._scheduler.now - self._heard > 3 * HEARTBEAT:
+            self._line.give_up()
+        self._scheduler.later(HEARTBEAT, self._listen)
+
     def hello(self) -> Message:
-        slots = 0 if self.leaving else self._slots
+        slots = 0 if self.leaving else self.slots
         words = {"role": "agent", "host": self.host, "agent": self._incarnation, "slots": slots}
         return words | {"begun": self._begun, "finished": self._finishing}
 
@@ -357,6 +427,7 @@ class Agent:
         if self.is_over:
             return
         self._line = self._coordinator.connect(self)
+        self._heard = self._scheduler.now
         if self._line is None and not self._coordinator.over:
             self._scheduler.later(RETRY, self._connect)
 
@@ -370,26 +441,28 @@ class Agent:
 
     def hear(self, message: Message) -> None:
         kind = message["type"]
+        self._heard = self._scheduler.now
         if self.code is not None:  # its farewell was lost with an earlier coordinator
             self._say_bye()
             return
         if kind == "welcome":
             self._begun = self._begun or message["begun"]
             if message["finishing"]:
-                self._finish()
+                self._finish(message["members"])
         if kind == "beat":
             self._tell({"type": "beat"})
         elif kind == "welcome" and self.host is None:
             self.host = message["host"]
-            for _ in range(self._slots):
+            for _ in range(self.slots):
                 self._start()
         elif kind == "generation":
             self._begun = True
+            self._trained.update(member["worker"] for member in message["generation"]["members"])
         elif kind == "recovered":
             self._recovered = True
             self._replace()
         elif kind == "finishing":
-            self._finish()
+            self._finish(message["members"])
         elif kind == "kill" and message["worker"] in self.workers:
             self.workers[message["worker"]].kill()
         elif kind == "stop":
@@ -401,8 +474,12 @@ class Agent:
         else:
             self._finish()
 
-    def _finish(self) -> None:
+    def _finish(self, members: Collection[str] = ()) -> None:
         self._finishing = True
+        self._trained.update(members)
+        for worker in list(self.workers.values()) if self._trained else ():
+            if worker.name not in self._trained:
+                worker.kill()
         if not self.workers:
             self._end(0)
 
@@ -463,6 +540,9 @@ class Agent:
         report["incarnation"] = worker.client.seat.incarnation
         report["finished"] = code == 0 and not self.leaving
         self._tell(json.loads(json.dumps(report)))
+        if error is not None and error["final"] and self._line is None:
+            self._end(code)  # without the coordinator nobody else would end the run
+            self._said_bye = True
         if code == 0 and not self.leaving:
             self._finishing = True
         if code and not self._finishing and not self.leaving and not self.is_over:

@@ -93,7 +93,7 @@ def test_control_an_update_that_is_made_twice(tmp_path: Path, monkeypatch: pytes
 def test_control_a_roster_that_calls_nobody_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by progress: the history stalls."""
     monkeypatch.setattr(Generations, "_call_back", lambda roster, names: None)
-    assert finds(tmp_path, Stalled, histories=60)
+    assert finds(tmp_path, Stalled, histories=120)
 
 
 def test_control_a_sender_that_does_not_wait_for_the_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,10 @@ from holdfast.cluster import faults
 from holdfast.cluster import group as group_module
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.group import Group
-from holdfast.cluster.membership import Generation
+from holdfast.cluster.membership import Generation, machine_of
 from holdfast.commit import cohort as cohort_module
 from holdfast.engine import reduce
-from holdfast.errors import HoldfastError
+from holdfast.errors import Broken, HoldfastError
 from holdfast.log import log
 from holdfast.recovery import arrange, fence
 from holdfast.run import reports, saver
@@ -25,10 +25,11 @@ from holdfast.run import run as run_module
 from holdfast.run.run import Run
 from holdfast.sync import exchange, ssp
 from tests.world import wires
-from tests.world.cluster import Agent, Client, Coordinator
+from tests.world.cluster import HEARTBEAT, Agent, Client, Coordinator
 from tests.world.doubles import Doubles
 from tests.world.fibers import Killed, Scheduler
 
+SILENCE = 15.0  # simulated seconds after which a machine that does not answer counts as gone, as in ``cluster.silence``
 LIMIT = 600.0  # simulated seconds that any history may take
 COMPUTE = 0.004  # simulated seconds, on average, from one fault point to the next
 
@@ -108,6 +109,7 @@ class World:
         fate: Callable[[World, Process, str], None],
         *,
         hosts: list[int],
+        minimum_hosts: int | None = None,
         maximum_hosts: int = 8,
     ) -> None:
         self.scheduler = Scheduler(seed)
@@ -117,9 +119,14 @@ class World:
         self.processes: list[Process] = []
         self.slow_until = 0.0
         self._wires: dict[int, wires.Wires] = {}
+        self._separated: set[frozenset[int]] = set()  # pairs of machines that do not reach each other
         self.generations: dict[int, Generation] = {}  # those that began to form, by number
         self.coordinator = Coordinator(
-            self.scheduler, self.log, self.latency, minimum_hosts=len(hosts), maximum_hosts=maximum_hosts
+            self.scheduler,
+            self.log,
+            self.latency,
+            minimum_hosts=len(hosts) if minimum_hosts is None else minimum_hosts,
+            maximum_hosts=maximum_hosts,
         )
         self.agents = [Agent(self, self.coordinator, slots) for slots in hosts]
 
@@ -150,6 +157,16 @@ class World:
         """A new machine comes."""
         self.log("joins", slots=slots)
         self.agents.append(Agent(self, self.coordinator, slots))
+
+    def restart_head(self, seconds: float) -> None:
+        """The first machine loses its power, with the coordinator; later it is back, and its agent is started anew."""
+        head = next((agent for agent in self.agents if agent.host == 0 and agent.code is None), None)
+        if head is None or self.coordinator.roster is None:
+            return
+        self.log("head", seconds=seconds)
+        self.coordinator.crash(seconds, head=True)
+        head.vanish()
+        self.scheduler.later(seconds, lambda: self.agents.append(Agent(self, self.coordinator, head.slots)))
 
     @property
     def process(self) -> Process:
@@ -199,6 +216,7 @@ class World:
         store.put(f"address of {rank}", b"here")
         for other in range(size):
             store.take(f"address of {other}")
+        self._call(generation, rank, store)
         number = generation.number
         if number not in self._wires:
             self._wires[number] = wires.Wires(self.scheduler, size, self.latency)
@@ -211,6 +229,58 @@ class World:
             a, b = self.scheduler.chance.choice(list(self._wires[number].streams))
             self.log("cut", generation=number, ranks=[a, b])
             self._wires[number].cut(a, b)
+
+    # --- partitions ------------------------------------------------------------------------------
+
+    def separate(self, one: int, other: int) -> None:
+        """Two machines, by number, do not reach each other any more. Nothing is closed."""
+        self.log("separated", hosts=[one, other])
+        self._separated.add(frozenset({one, other}))
+        for number, streams in self._wires.items():
+            workers = self.generations[number].workers
+            for (a, b), stream in streams.streams.items():
+                if self._unreached(workers[a], [workers[b]]):
+                    stream.fall_silent(SILENCE)
+        self.scheduler.later(SILENCE - 0.001, self._notice_silence)
+
+    def _notice_silence(self) -> None:
+        """As ``cluster.silence`` does: the kernel of a machine has not answered for too long."""
+        for process in self.alive:
+            group = None if process.run is None else process.run._cohort.group
+            if group is not None and group._backend is not None and not group._backend.aborted:
+                group.unreached = self._unreached(process.name, group.generation.workers)
+                if group.unreached:
+                    group.abort("a machine has not answered")
+
+    def reunite(self, one: int, other: int) -> None:
+        """Two machines reach each other again, with new connections."""
+        self._separated.discard(frozenset({one, other}))
+
+    def isolate(self, machine: int) -> None:
+        """A machine reaches nobody: no other one, nor the coordinator."""
+        self.log("isolated", host=machine)
+        self.coordinator.cut_off(machine)
+        for agent in self.agents:
+            if agent.host not in (None, machine):
+                self.separate(machine, agent.host)
+
+    def end_isolation(self, machine: int) -> None:
+        self.coordinator.mend(machine)
+        for agent in self.agents:
+            if agent.host not in (None, machine):
+                self.reunite(machine, agent.host)
+
+    def _unreached(self, worker: str, others: Iterable[str]) -> tuple[str, ...]:
+        machine = machine_of(worker)
+        return tuple(other for other in others if frozenset({machine, machine_of(other)}) in self._separated)
+
+    def _call(self, generation: Generation, rank: int, store: Any) -> None:
+        """Connect to the members of lower rank, as Gloo does; the others call this one."""
+        workers = generation.workers
+        if self._unreached(workers[rank], workers):
+            called = self._unreached(workers[rank], workers[:rank])
+            self.scheduler.wait(lambda: store.closed, HEARTBEAT if called else 60.0)
+            raise Broken("some cannot be reached", unreached=() if store.closed else called)
 
     def deafen(self, process: Process, seconds: float) -> None:
         """A worker's messages still arrive, and none arrives at it; so much later it notices."""
