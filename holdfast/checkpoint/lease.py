@@ -264,14 +264,11 @@ class Chain:
             found = map(self._read, reversed(self._numbers()))
             return any(note is not None and note.claim.run == run for note in found)
 
-    def can_be_written(self) -> bool:
-        """Whether files can be made in the folder. It is made if it is not there."""
-        try:
+    def prepare(self) -> None:
+        """Make the folder of the chain if it is not there. Raises ``CheckpointError`` if it cannot be written."""
+        with explained(self.folder, "write"):
             make_folder(self.folder)
             discard([self._write(b"")])
-        except OSError:
-            return False
-        return True
 
     @contextmanager
     def _fresh(self) -> Iterator[None]:
@@ -288,10 +285,9 @@ class Chain:
     def make(self, note: Note) -> bool:
         """Make the next file of the chain; return whether this worker has made it and no higher one exists.
 
-        Raises ``CheckpointError`` if the folder cannot be written.
+        Raises ``CheckpointError`` if the folder cannot be written, or is not there (see ``prepare``).
         """
         with explained(self.folder, "write"):
-            make_folder(self.folder)
             scratch = self._write(note.to_text())
             try:
                 made = self._name(scratch, self._path(note.number), note.to_text())

@@ -96,7 +96,7 @@ def run_worker(order: Order, lifeline: int) -> int:
         farewell()
         return 0
     except Stopped as e:
-        leave()
+        leave(dismissed=not e.code)
         return int(e.code or 0)
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1

@@ -26,9 +26,11 @@ from holdfast.checkpoint.lease import (
     taken_by,
 )
 from holdfast.cluster.membership import Generation
+from holdfast.cluster.pulse import PULSE
 from holdfast.errors import CheckpointError
 
 LOOK_SECONDS = 0.5  # between two looks at the lease of another run
+DISMISSED = 1 << 60  # epoch of a worker that has left: no generation is newer
 TRIES = 5  # to make the next number, if others make numbers at the same time
 
 logger = logging.getLogger(__name__)
@@ -64,8 +66,10 @@ class Fence:
         with self._lock:
             self._stop_thread()
             self._claim, self._first, self._note, self._lost = claim, True, None, None
-        if not self._chain.can_be_written():
-            logger.warning("no lease can be written in %s: no checkpoint can be saved there either", self._root)
+        try:
+            self._chain.prepare()
+        except CheckpointError as e:
+            logger.warning("no lease, so no checkpoint either, can be written in %s: %s", self._root, e)
             return False
         found = self._chain.newest()
         first, since, told = found, time.monotonic(), False
@@ -85,6 +89,7 @@ class Fence:
                     logger.warning(words, self._root, decision.reason, decision.seconds)
                     told = True
                 time.sleep(min(decision.seconds, LOOK_SECONDS))
+                PULSE.sign()  # it waits, and does not hang
             found = self._chain.newest()
 
     def enter(self, claim: Claim, *, first: bool) -> None:
@@ -99,6 +104,13 @@ class Fence:
             elif not first:
                 self._note = None
                 self._stop_thread()
+
+    def dismiss(self) -> None:
+        """Note that this worker leaves as it was asked to, and the run goes on without it.
+
+        It may complete the checkpoint that it is writing: newer generations of this run know of it.
+        """
+        self.enter(replace(self._claim, epoch=DISMISSED), first=False)
 
     def _keep(self, stop: threading.Event) -> None:
         """Renew the lease until ``stop`` is set, or it is lost. Runs in a thread."""
@@ -128,6 +140,7 @@ class Fence:
         with self._lock:
             self.raise_if_lost()
             if self._first:
+                self._chain.prepare()  # as all of the folder, it is made anew if somebody has deleted it
                 return self._renew()
             found = self._chain.newest()
             self._lose_to(found)

@@ -23,6 +23,7 @@ from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.ranks import Alone, Ranks, together
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
+from holdfast.cluster.pulse import PULSE
 from holdfast.engine.state import State, nothing
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
 from holdfast.plan import save_interval
@@ -164,6 +165,7 @@ class Resumer:
             if not verdict.again:
                 return [step for step in verdict.steps[::-1] if step not in left_out]
             time.sleep(sight.AGAIN_SECONDS)
+            PULSE.sign()  # it waits, and does not hang
 
     def welcome(self, group: Group, *, worker: str, teller: int, listeners: Collection[int]) -> None:
         """Check that workers which join see the run's folder. All members of the generation call it.

@@ -153,20 +153,14 @@ class Run:
         faults.plan(membership.worker)
         _runs.append(self)
         if self._saver is not None:
-            self._fence_folder(self._saver, membership)
+            saver = self._saver
+            self._cohort.on_enter(lambda generation, settlement: saver.enter(generation, membership.worker))
+            if isinstance(membership, Solo):
+                atexit.register(_at_exit, saver, os.getpid())
 
-    def _fence_folder(self, saver: Saver, membership: Membership) -> None:
-        """Let the first worker hold the lease of the folder, and one without an agent give it back at its exit."""
-        self._cohort.on_enter(lambda generation, settlement: saver.enter(generation, membership.worker))
-        if isinstance(membership, Solo):
-            for other in _runs[:-1]:  # as in a notebook: the run before is over, although its process is not
-                other._release(saver.settings.root)
-            atexit.register(_exit_if_unsaved, saver)
-            atexit.register(saver.fence.release)  # called before the one above
-
-    def _release(self, root: Path | None = None) -> None:
-        """Give the lease of the folder back, if this worker has it. ``root``: only if that is the folder."""
-        if self._saver is not None and root in (None, self._saver.settings.root):
+    def _release(self) -> None:
+        """Give the lease of the folder back, if this worker has it."""
+        if self._saver is not None:
             self._saver.fence.release()
 
     # --- training --------------------------------------------------------------------------------
@@ -194,6 +188,8 @@ class Run:
         checkpoint cannot be resumed from, and whatever the user's functions raise.
         """
         about_to_train(self)  # `holdfast profile` measures instead
+        if self._cohort.group is None:
+            _give_way(self)
         self._cohort.boundary()
         while self.step < total:
             self._save_if_due()  # a log begins with a checkpoint
@@ -226,9 +222,14 @@ class Run:
             self._cohort.membership.finished()
             self._release()
 
-    def leave(self) -> None:
-        """Complete what is being written: return when no checkpoint is any more, and close the log."""
+    def leave(self, *, dismissed: bool = False) -> None:
+        """Complete what is being written: return when no checkpoint is any more, and close the log.
+
+        ``dismissed``: the others know that this worker leaves, and train on.
+        """
         if self._saver is not None:
+            if dismissed:
+                self._saver.fence.dismiss()
             self._saver.leave()
         if self._cohort.everybody_leaves:  # else the next first worker takes the lease over
             self._release()
@@ -347,12 +348,28 @@ def _membership(label: str) -> Membership:
     return Solo()
 
 
-def _exit_if_unsaved(saver: Saver) -> None:
-    """End a process that has no agent with an exit code that is not 0 if its last checkpoint could not be saved.
+def _give_way(run: Run) -> None:
+    """Let earlier runs of this process give the folder of ``run`` back, as in a notebook: they are over."""
+    for other in _runs:
+        folders = [each._saver.settings.root.absolute() for each in (run, other) if each._saver is not None]
+        if (
+            other is not run
+            and isinstance(other._cohort.membership, Solo)
+            and len(folders) == 2
+            and len({*folders}) == 1
+        ):
+            other._release()
+
+
+def _at_exit(saver: Saver, process: int) -> None:
+    """End a process that has no agent: its folder is given back, and an unsaved last checkpoint is an error.
 
     Python calls it at its exit, after the threads that write have ended. A function that is called there cannot change
     the exit code, except by ending the process.
     """
+    if os.getpid() != process:
+        return  # a fork of it ends
+    saver.fence.release()
     try:
         saver.fail_if_unsaved()
     except CheckpointError as e:
@@ -370,10 +387,10 @@ def release() -> None:
         run._release()
 
 
-def leave() -> None:
-    """Complete what this worker has begun to write, because it is sent away."""
+def leave(*, dismissed: bool = False) -> None:
+    """Complete what this worker has begun to write, because it is sent away. ``dismissed``: it was asked to leave."""
     for run in _runs:
-        run.leave()
+        run.leave(dismissed=dismissed)
 
 
 def farewell() -> None:

@@ -105,12 +105,18 @@ def test_a_process_is_dead_only_if_that_can_be_known() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
+def prepared(root: Path) -> Chain:
+    chain = Chain(root)
+    chain.prepare()
+    return chain
+
+
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in (root / lease.FOLDER).iterdir())
 
 
 def test_a_number_is_made_once(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = prepared(tmp_path)
     assert chain.newest() is None
     mine, other = note(MINE, 1), note(OTHER, 1)
     assert chain.make(mine)
@@ -121,7 +127,7 @@ def test_a_number_is_made_once(tmp_path: Path) -> None:
 
 
 def test_of_many_at_once_one_makes_it(tmp_path: Path) -> None:
-    Chain(tmp_path).make(note(MINE, 1))
+    prepared(tmp_path).make(note(MINE, 1))
     won, ready = [], threading.Barrier(8)
 
     def make(number: int) -> None:
@@ -141,7 +147,7 @@ def test_of_many_at_once_one_makes_it(tmp_path: Path) -> None:
 
 def test_a_number_below_the_highest_counts_for_nothing(tmp_path: Path) -> None:
     """As of a holder that was paused for so long that the number after its own has been removed."""
-    chain = Chain(tmp_path)
+    chain = prepared(tmp_path)
     for number in (1, 5):
         assert chain.make(note(OTHER, number))
     assert not chain.make(note(MINE, 2))
@@ -149,7 +155,7 @@ def test_a_number_below_the_highest_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_holder_removes_its_own_but_for_the_first(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = prepared(tmp_path)
     assert chain.make(note(OTHER, 3))
     for number in range(4, 9):
         mine = note(MINE, number, term=4)
@@ -160,7 +166,7 @@ def test_a_holder_removes_its_own_but_for_the_first(tmp_path: Path) -> None:
 
 
 def test_the_oldest_of_many_are_removed(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = prepared(tmp_path)
     for number in range(1, KEEP + 6):
         assert chain.make(note(MINE, number))
         chain.clean(note(MINE, number))
@@ -168,7 +174,7 @@ def test_the_oldest_of_many_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_understood_is_that_of_an_unknown_holder(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
+    chain = prepared(tmp_path)
     assert chain.make(note(MINE, 1))
     for text in ("", "{}", "[]", '{"number": 2'):
         (tmp_path / lease.FOLDER / "lease-00000002.json").write_text(text)
@@ -184,7 +190,7 @@ def test_without_links_a_number_is_made_once_too(tmp_path: Path, monkeypatch: py
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    chain = Chain(tmp_path)
+    chain = prepared(tmp_path)
     assert chain.make(note(MINE, 1))
     assert not chain.make(note(OTHER, 1))
     assert chain.newest() == note(MINE, 1, token=chain.newest().token)  # type: ignore[union-attr]

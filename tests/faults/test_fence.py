@@ -147,7 +147,9 @@ def foreign(folder: Path, **more: float) -> None:
     """A lease that a machine has left whose power has failed."""
     process = Process(machine="node7", boot="another", space="pid:[1]", pid=1, start="1")
     note = Note(number=1, term=1, claim=Claim(run="elsewhere", epoch=3), process=process, since=1.0, **more)
-    assert Chain(folder / "saved").make(note)
+    chain = Chain(folder / "saved")
+    chain.prepare()
+    assert chain.make(note)
 
 
 def test_the_folder_of_another_machines_run_is_waited_for(tmp_path: Path, undisturbed, capfd) -> None:

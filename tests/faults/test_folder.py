@@ -46,7 +46,9 @@ def test_a_folder_that_is_mounted_on_one_machine_only(tmp_path: Path) -> None:
     agents = TwoAgents(pair, "--nnodes", "2")
     (pair / "0").mkdir(parents=True)
     (pair / "0" / "saved").symlink_to(tmp_path / "saved")
-    both = [agents.start(number, checkpoint="saved") for number in (0, 1)]
+    first = agents.start(0, checkpoint="saved")
+    wait_until("it has its number", lambda: collect(pair).of("host") or first.poll() is not None)
+    both = [first, agents.start(1, checkpoint="saved")]
     assert [agent.wait(60.0) for agent in both] == [4, 4]
     for agent in both:
         assert "0.0 on " in agent.stderr

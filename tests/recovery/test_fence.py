@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,7 @@ class Folder:
     def leave(self, **more: Any) -> Note:
         """A note of a run on another machine, as it would be found after that one's power has failed."""
         note = Note(number=1, term=1, claim=claim("elsewhere"), process=FOREIGN, since=1.0, **more)
+        Chain(self.root).prepare()
         assert Chain(self.root).make(note)
         return note
 
@@ -106,6 +108,7 @@ def test_one_of_another_machine_is_waited_for(folder: Folder, caplog: Any) -> No
 
 def test_a_clock_that_was_set_back_or_forward_changes_nothing(folder: Folder) -> None:
     """The wall clock is in the lease for people only: neither a future nor a past one is believed."""
+    Chain(folder.root).prepare()
     for number, since in enumerate((0.0, 9e9), start=1):
         note = Note(number=number, term=number, claim=claim("elsewhere"), process=FOREIGN, since=since, seconds=SHORT)
         assert Chain(folder.root).make(note)
@@ -164,6 +167,30 @@ def test_a_worker_that_enters_the_newer_generation_has_lost_nothing(folder: Fold
         before.check()
 
 
+def test_a_worker_that_has_left_as_it_was_asked_completes_its_checkpoint(folder: Folder) -> None:
+    """The next first worker may hold the lease by then. A worker that was given up may not."""
+    left, others = folder.fence(), folder.fence()
+    assert left.begin(claim(epoch=1, worker="0.0"))
+    save = saving(folder.root, 3, 1, left)
+    others.enter(claim(epoch=2, worker="0.1"), first=True)
+    others.check()
+    with pytest.raises(Superseded):
+        left.check()
+    left.dismiss()
+    carry_out(save, left)
+    assert series.steps_in(folder.root) == [3]
+    assert others.check().claim.worker == "0.1"
+
+
+def test_a_folder_that_was_deleted_is_made_again_by_the_next_checkpoint_only(folder: Folder) -> None:
+    fence = folder.fence(SHORT)
+    assert fence.begin(claim())
+    shutil.rmtree(folder.root / lease.FOLDER)
+    with pytest.raises(CheckpointError, match="does not exist"), fence._lock:
+        fence._renew()
+    assert fence.check().claim == claim()
+
+
 def test_two_generations_of_one_number_do_not_take_it_from_each_other_for_ever(folder: Folder) -> None:
     one, two = folder.fence(), folder.fence()
     assert one.begin(claim(epoch=3, life="x"))
@@ -194,8 +221,7 @@ def test_a_folder_that_cannot_be_written_is_read_without_a_lease(tmp_path: Path,
     mine = resumer(tmp_path, state)
     assert mine.resume(claim=claim())
     assert state.progress.step == 3
-    assert "no lease can be written" in caplog.text
-    assert "no checkpoint can be saved there either" in caplog.text
+    assert "no lease, so no checkpoint either, can be written in" in caplog.text
     with pytest.raises(CheckpointError):
         mine.fence.check()
 
