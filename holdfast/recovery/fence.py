@@ -55,6 +55,11 @@ class Fence:
         self._lost: CheckpointError | None = None  # why this worker must not save any more
         self._stop: threading.Event | None = None  # ends the thread that renews the lease
 
+    @property
+    def run(self) -> str:
+        """The name of the run that this worker belongs to."""
+        return self._claim.run
+
     # --- taking it -------------------------------------------------------------------------------
 
     def begin(self, claim: Claim) -> bool:

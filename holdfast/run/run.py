@@ -382,7 +382,7 @@ def _at_exit(saver: Saver, process: int) -> None:
 
 
 def release() -> None:
-    """Give the leases of all folders back, because an error ends the run."""
+    """Give the leases of all folders back that this worker holds, because its run ends, or may end with it."""
     for run in _runs:
         run._release()
 
