@@ -382,20 +382,20 @@ class Agent:
 
     def _plan_replacement(self, worker: LocalWorker) -> None:
         """Plan a new worker in place of one that failed, if restarts are left."""
-        if worker.error is not None and worker.error.get("refused"):
-            self._say(worker.error["text"])
-        elif self._restarts >= self.settings.max_restarts:
-            self._say(f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up")
-            left = len(self.workers) + len(self._replacements)  # spares among them
-            if left < self._slots:  # tell the coordinator not to wait for this slot
-                self._slots = left
-                self._tell({"type": "slots", "slots": left})
-        else:
+        refused = worker.error is not None and worker.error.get("refused")
+        if not refused and self._restarts < self.settings.max_restarts:
             self._restarts += 1
             self._recovered = False
             # Wait a little: survivors that recover need the cores, and an error of the script may end the run anyway.
             wait = REPLACE_AFTER_SECONDS if self._begun or worker.error is not None else 0.0
             self._replacements.append((worker.slot, time.monotonic() + wait))
+            return
+        used_up = f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up"
+        self._say(worker.error["text"] if refused and worker.error is not None else used_up)
+        left = len(self.workers) + len(self._replacements)  # spares among them
+        if left < self._slots:  # tell the coordinator not to wait for this slot
+            self._slots = left
+            self._tell({"type": "slots", "slots": left})
 
     async def _replace(self) -> None:
         """Start planned replacements once the survivors have committed again: until then they need the cores."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Generation, Standing
 from holdfast.cluster.pulse import PULSE, Observer
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
@@ -73,10 +74,10 @@ class Stopped(SystemExit):
 class Client:
     """``Membership`` through the coordinator: a ``Seat`` (the state machine), with sockets and a thread that listens.
 
-    ``label`` describes the training; the coordinator refuses a worker whose label differs from the others'.
+    ``label``: facts about the training, by name; the coordinator refuses a worker whose facts differ from the others'.
     """
 
-    def __init__(self, place: Place, *, label: str) -> None:
+    def __init__(self, place: Place, *, label: Label) -> None:
         self.worker = place.worker
         self._place = place
         self._seat = Seat(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Message, Standing
 from holdfast.cluster.pulse import Still
 
@@ -36,7 +37,7 @@ class Worker:
     name: str
     address: str  # of its machine, for the other workers
     incarnation: str  # random; tells its process from another of the same name
-    label: str  # description of the training, which must be the same on all workers
+    label: Label  # facts about the training that must be the same on all workers
     host: str  # its failure domain
     fresh: bool  # it has never been in a generation
     standing: Standing | None = None  # None while it trains

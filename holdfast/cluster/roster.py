@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.cluster import compose
 from holdfast.cluster.generations import Generations, RosterSettings
+from holdfast.cluster.labels import difference
 from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, machine_of
 from holdfast.cluster.pulse import Still
 from holdfast.cluster.register import Host, Peer, Sent, Worker
@@ -171,7 +172,7 @@ class Roster(Generations):
             name=hello["worker"],
             address=hello["address"],
             incarnation=hello["incarnation"],
-            label=hello["label"],
+            label=dict(hello["label"]),
             host=hello["host"],
             fresh=known is None,
             standing=Standing(**hello["standing"]) if hello["standing"] else None,
@@ -191,6 +192,7 @@ class Roster(Generations):
         if known is not None:
             self._last_words = None  # somebody who holds the state is back
             self._remember(known)
+            self._refuse_joiners_unlike(worker)
             # Another member may wait for an address that was lost with its old connection.
             self._breaking = self._breaking or (known.number == self._announced > self._recovered)
         if worker.standing is not None:
@@ -205,14 +207,18 @@ class Roster(Generations):
             return self._refuses_member(worker, known)
         if self._finishing:
             return {"code": 0, "message": "the run is finished"}
-        other = next((w for w in self.workers.values() if w.label != worker.label), None)
-        if other is not None:
-            text = (
-                f"worker {worker.name} does not train the same as {other.name}: {worker.label} against "
-                f"{other.label} (start every worker with the same script, settings and thread count)"
-            )
-            return {"code": 2, "message": text, "refused": True}
+        for other in {id(w.label): w for w in self.workers.values()}.values():
+            if worker.label == other.label:
+                worker.label = other.label  # one object for all that are equal, so that thousands compare quickly
+            elif (said := difference(worker.label, other.label)) is not None:
+                return _differs(worker.name, other.name, said)
         return None
+
+    def _refuse_joiners_unlike(self, member: Worker) -> None:
+        """Send away joiners that train something else: they came while this member had lost its connection."""
+        for joiner in [w for w in self.workers.values() if w.fresh]:
+            if (said := difference(joiner.label, member.label)) is not None:
+                self._dismiss(joiner.name, {"type": "stop", **_differs(joiner.name, member.name, said)})
 
     def _is_another(self, name: str, incarnation: str) -> bool:
         """Whether a name belongs to another process: an agent that was started anew counts its workers from 0 again."""
@@ -446,3 +452,8 @@ class Roster(Generations):
 
 def _given_up(name: str, reason: str = "it counted as lost") -> Message:
     return {"code": GIVEN_UP, "message": f"worker {name} was given up: {reason}"}
+
+
+def _differs(name: str, other: str, said: str) -> Message:
+    text = f"worker {name} does not train the same as {other}: {said}"
+    return {"code": 2, "message": f"{text} (start every worker with the same script and settings)", "refused": True}

@@ -43,7 +43,7 @@ class Table:
 
     def worker(self, number: int, *, connection: int | None = None, **hello: Any) -> list[Sent]:
         shown: Standing | None = hello.pop("standing", standing(boundary=True, units=1))
-        words = {"address": "", "label": "a test", "host": "0", "generation": None, "finished": False}
+        words = {"address": "", "label": {"what": "a test"}, "host": "0", "generation": None, "finished": False}
         words |= {"committed": False, "standing": None if shown is None else shown.to_json(), "worker": f"0.{number}"}
         words["incarnation"] = f"process {number}"
         return self.connect(number if connection is None else connection, role="worker", **words | hello)
@@ -374,6 +374,56 @@ def test_without_survivors_a_run_with_checkpoints_begins_again() -> None:
 def test_a_malformed_message_costs_its_sender_the_connection(kind: str, message: Message) -> None:
     table = Table(2)
     sent = table.hear(1, kind, **message)
+    assert logged(sent) == ["protocol-error"]
+    assert (1, HANG_UP) in sent
+    assert not table.roster.stopped
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def told(sent: list[Sent], connection: int) -> str:
+    """The text with which a worker is refused, if it is."""
+    texts = [message["message"] for recipient, message in sent if recipient == connection and message.get("refused")]
+    return "".join(texts)
+
+
+def test_a_worker_with_another_label_is_refused_by_the_name_of_what_differs() -> None:
+    table = Table(2)
+    sent = table.worker(2, label={"what": "a test", "seed": "1", "rate": "0.1"})
+    assert not told(sent, 2), "nobody else has a seed or a rate"
+    sent = table.worker(3, label={"rate": "0.2", "what": "a test"})
+    assert "worker 0.3 does not train the same as 0.2: rate is 0.2 against 0.1 (" in told(sent, 3)
+    assert (3, HANG_UP) in sent
+    assert "0.3" not in table.roster.workers
+
+
+def test_a_refused_joiner_ends_neither_the_run_nor_the_generation() -> None:
+    table = Table(2)
+    table.worker(2, label={"what": "another test"})
+    error = {"text": "refused", "code": 2, "final": True, "refused": True}
+    sent = table.hear(100, "exit", **report("0.2", 2) | {"error": error})
+    assert not table.roster.stopped
+    assert logged(sent) == ["exit"]
+    assert table.roster.members == ["0.0", "0.1"]
+
+
+def test_a_joiner_that_came_before_a_member_was_back_is_refused_then() -> None:
+    """The coordinator was restarted: the first who comes is compared with nobody."""
+    known = Table(2).roster.generation
+    assert known is not None
+    table = Table(0)
+    assert not told(table.worker(5, label={"what": "another test"}), 5)
+    sent = table.worker(0, standing=None, generation=known.to_json())
+    assert "worker 0.5 does not train the same as 0.0: what is another test against a test" in told(sent, 5)
+    assert list(table.roster.workers) == ["0.0"]
+    assert not told(table.worker(1, standing=None, generation=known.to_json()), 1)
+
+
+@pytest.mark.parametrize("label", [None, "text of an older version", 7, ["a"]])
+def test_a_malformed_label_costs_its_sender_the_connection(label: Any) -> None:
+    table = Table(1)
+    sent = table.worker(1, label=label)
     assert logged(sent) == ["protocol-error"]
     assert (1, HANG_UP) in sent
     assert not table.roster.stopped
