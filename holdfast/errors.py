@@ -13,6 +13,7 @@ class HoldfastError(Exception):
     """
 
     exit_code = 1
+    refused = False  # whether it concerns this worker alone, which cannot join: the others train on without it
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)

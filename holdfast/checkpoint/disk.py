@@ -28,6 +28,7 @@ BLOCK = 4 << 20  # bytes; measured: smaller ones cost calls, larger ones fall ou
 ALIGN = 4096  # bytes; O_DIRECT asks for multiples of it in addresses, offsets and lengths, on all known file systems
 THREADS = 4  # enough to keep the disk's queue filled while one thread copies and one hashes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # a file system where a file has one name only
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]  # is called with the number of bytes that have been done since the last call

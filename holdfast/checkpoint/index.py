@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from holdfast import codec
 from holdfast.checkpoint.disk import (
     BLOCK,
+    NO_LINKS,
     blocks_of,
     checksum,
     discard,
@@ -62,11 +63,12 @@ def report_name(save: str, rank: int) -> str:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def commit(catalogue: Catalogue, save: str) -> None:
+def commit(catalogue: Catalogue, save: str, *, guard: Callable[[], object] | None = None) -> None:
     """Writes the index of a checkpoint whose data files are durable; ``save`` is its identifier.
 
-    Until the rename in here the folder holds the old checkpoint, from then on the new one. Raises ``CheckpointError``
-    if the index cannot be written.
+    Until the rename in here the folder holds the old checkpoint, from then on the new one. ``guard`` is called just
+    before and raises if this process may not commit any more; then an index that comes up after that is not replaced.
+    Raises ``CheckpointError`` if the index cannot be written.
     """
     body = json.dumps(_describe(catalogue), separators=(",", ":"))
     text = f"{_PREFIX % _checksum(body.encode())}{body}}}".encode()
@@ -76,13 +78,35 @@ def commit(catalogue: Catalogue, save: str) -> None:
         with explained(unfinished, "write"):
             sync_folder(folder)  # makes the names of the data files durable before the index refers to them
             write_durably(unfinished, text)
+        is_new = guard is not None and not exists(folder)
+        if guard is not None:
+            guard()
     except Exception:
         # Only before the rename: once it has been asked for, these files may be the only checkpoint there is.
         discard([unfinished, *(folder / name for name in catalogue.files)])
         raise
     with explained(folder / NAME, "write"):
-        os.replace(unfinished, folder / NAME)
+        if not is_new or not _link(unfinished, folder / NAME):
+            os.replace(unfinished, folder / NAME)
         sync_folder(folder)
+
+
+def _link(unfinished: Path, path: Path) -> bool:
+    """Gives a file the name of an index that is not there yet; returns False where files can have one name only.
+
+    Raises ``CheckpointError`` if somebody who has taken the folder over has written an index,
+    or has removed this one.
+    """
+    try:
+        os.link(unfinished, path)
+    except (FileExistsError, FileNotFoundError) as e:
+        raise CheckpointError(f"somebody else has saved {path.parent} at the same moment: it is not replaced") from e
+    except OSError as e:
+        if e.errno not in NO_LINKS:
+            raise
+        return False
+    unfinished.unlink()
+    return True
 
 
 def _checksum(body: bytes) -> str:

@@ -206,8 +206,12 @@ class Save:
         writer = f"rank {self.ranks.rank} of {self.ranks.size} on {socket.gethostname()}"
         return WriteReport(file=name, writer=writer, written=written)
 
-    def commit(self, reports: Sequence[WriteReport]) -> None:
-        """Writes the index from the reports of all ranks; then removes what the checkpoint replaces."""
+    def commit(self, reports: Sequence[WriteReport], *, guard: Callable[[], object] | None = None) -> None:
+        """Writes the index from the reports of all ranks; then removes what the checkpoint replaces.
+
+        ``guard`` raises if this rank may not commit any more. It is called just before and just after the index gets
+        its name.
+        """
         for report in reports:
             if not (self.path / report.file).exists():
                 raise CheckpointError(
@@ -227,7 +231,9 @@ class Save:
             buffers=tuple(dict.fromkeys(n for said in self._all for n in said["buffers"])),
             details=self.details,
         )
-        index.commit(catalogue, self.id)
+        index.commit(catalogue, self.id, guard=guard)
+        if guard is not None:
+            guard()  # who has lost the folder in between must not remove anything
         index.clean(self.path, keep=catalogue.files)
 
     def _entries(self, reports: Sequence[WriteReport]) -> dict[str, TensorEntry]:

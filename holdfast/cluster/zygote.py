@@ -89,7 +89,8 @@ def run_worker(order: Order, lifeline: int) -> int:
     """Turn the forked process into a worker, run the user's script, and return its exit code."""
     _become_worker(order, lifeline)
     from holdfast.cluster.client import Stopped
-    from holdfast.run.run import farewell, leave
+    from holdfast.cluster.membership import GIVEN_UP
+    from holdfast.run.run import farewell, leave, release
 
     try:
         _run_script(order["module"])
@@ -97,23 +98,29 @@ def run_worker(order: Order, lifeline: int) -> int:
         to_agent.report("finished")  # so that an agent that was asked to leave knows that all is done
         return 0
     except Stopped as e:
-        leave()
+        leave(dismissed=not e.code)
+        if e.code not in (0, GIVEN_UP):  # the run ends
+            release()
         return int(e.code or 0)
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
         _tell_agent(lifeline, {"text": f"the script exited with {e.code!r}", "code": code, "final": False})
         leave()
+        release()  # the run may end with it; if the others go on, they take the lease again
         return code
     except HoldfastError as e:
         logging.getLogger(__name__).error(e)
-        error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True}
+        error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True, "refused": e.refused}
         _tell_agent(lifeline, error)
+        if not e.refused:  # the run ends
+            release()
         return e.exit_code
     except BaseException:
         text = traceback.format_exc()
         sys.stderr.write(text + "\n")  # the script's own error, as Python shows it
         _tell_agent(lifeline, {"text": text[-8000:], "code": 1, "final": False, "shown": True})
         leave()
+        release()
         return 1
 
 

@@ -31,6 +31,7 @@ from holdfast.plan.log_choice import choose_boundaries
 from holdfast.plan.planner import Shortage
 from holdfast.plan.profile import Link, Profile
 from holdfast.recovery.copy import carry_out, moves, tell
+from holdfast.recovery.fence import claim_of
 from holdfast.recovery.replay import Replayer
 from holdfast.recovery.resume import Resumer
 
@@ -184,7 +185,10 @@ class Arranger:
 
     def _tell(self, group: Group, generation: Generation, settlement: Settlement) -> None:
         listeners = [generation.rank_of(worker) for worker in settlement.newcomers]
-        tell(group, self._state, teller=generation.rank_of(settlement.teller), listeners=listeners)
+        teller = generation.rank_of(settlement.teller)
+        tell(group, self._state, teller=teller, listeners=listeners)
+        if self._resumer is not None and settlement.begins is None:
+            self._resumer.welcome(group, worker=generation.workers[group.rank], teller=teller, listeners=listeners)
 
     def _measure(self, group: Group, generation: Generation, settlement: Settlement) -> None:
         """Measure the costs of the layers if nobody knows them and the layout depends on them.
@@ -336,7 +340,8 @@ class Arranger:
             self.layout = self._lay_out(generation, settlement)
             self._hold_place(group.rank)
 
-        if self._resumer is not None and self._resumer.resume(Texts(group, self._model.device), hold=hold):
+        ranks, claim = Texts(group, self._model.device), claim_of(generation, generation.workers[group.rank])
+        if self._resumer is not None and self._resumer.resume(ranks, claim=claim, hold=hold):
             self._holdings.held = self._wanted(group.rank)
             self._holdings.undone.clear()
             return Traffic()

@@ -9,23 +9,30 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.checkpoint import index, series
+from holdfast.checkpoint import index, lease, series
 from holdfast.checkpoint.disk import explained, make_folder
 from holdfast.checkpoint.formats import recognise
 from holdfast.checkpoint.loading import Filler
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.ranks import Alone, Ranks, together
 from holdfast.cluster.events import Events
+from holdfast.cluster.group import Group
 from holdfast.cluster.labels import Label, difference
+from holdfast.cluster.pulse import PULSE
 from holdfast.engine.state import State, nothing
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
 from holdfast.plan import save_interval
+from holdfast.recovery import sight
+from holdfast.recovery.copy import pass_on
+from holdfast.recovery.fence import Fence
 
+TERMS = 8  # newest checkpoints whose writers are compared: one that had lost the lease commits one or two at most
 logger = logging.getLogger(__name__)
 
 
@@ -47,6 +54,8 @@ class Checkpoints:
       saved at the end of a run.
     - ``keep``: how many of the newest ones stay; older ones are deleted.
     - ``keep_every``: those of steps that this number divides stay too. None: no others.
+    - ``lease``: seconds after which another run may take the folder of one that was never heard of again, as its
+      machine is gone. On NFS at least 90: its clients may see a folder as it was 60 s ago.
 
     Raises ``UsageError`` for values that are none of these.
 
@@ -58,6 +67,7 @@ class Checkpoints:
     every: int | Literal["auto"] = "auto"
     keep: int = 3
     keep_every: int | None = None
+    lease: float = lease.SECONDS
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
@@ -68,6 +78,8 @@ class Checkpoints:
             raise UsageError(f"keep={self.keep!r} is not a number of checkpoints", hint="1 or more")
         if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
             raise UsageError(f"keep_every={self.keep_every!r} is not a number of steps", hint="1 or more, or None")
+        if isinstance(self.lease, bool) or not isinstance(self.lease, int | float) or not self.lease > 0:
+            raise UsageError(f"lease={self.lease!r} is not a number of seconds", hint="90, for example")
 
     @classmethod
     def of(cls, given: Any) -> Checkpoints | None:
@@ -99,20 +111,29 @@ class Resumer:
         self._before: Label = {}  # label of the run that saved the open checkpoint
         self._files: list[str] = []  # names of the files of the checkpoint that was read last
         self._longest: int | None = None  # steps for which the log has room; None: no limit
+        self._mark = ""  # name of the run, if it holds the lease of its folder; empty: the folder cannot be written
+        self.fence = Fence(settings.root, settings.lease)
 
-    def resume(self, ranks: Ranks | None = None, *, hold: Callable[[], None] = lambda: None) -> bool:
+    def resume(
+        self,
+        ranks: Ranks | None = None,
+        *,
+        claim: lease.Claim | None = None,
+        hold: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Fill the state from the newest checkpoint that is sound for every worker; return False if there is none yet.
 
-        All workers of ``ranks`` call it together. ``hold`` is called after ``open``, to give the layers of this worker
-        memory, and again for each older checkpoint that is tried. Raises ``CheckpointError`` if all checkpoints
-        are damaged, ``Unfit`` if one is of another model.
+        All workers of ``ranks`` call it together. ``claim``: who this worker is; the first one takes the lease of the
+        folder with it. None: one process, a run of its own. ``hold`` is called after ``open``, to give the layers of
+        this worker memory, and again for each older checkpoint that is tried.
+
+        Raises ``CheckpointError`` if all checkpoints are damaged, workers see different folders, or another run has
+        the folder; ``Unfit`` if a checkpoint is of another model.
         """
         ranks = ranks or Alone()
-        found = together(ranks, "resume", lambda: self.candidates() if ranks.rank == 0 else [])
-        # The first worker's list counts: on a network's file system others may see new folders later.
-        steps: list[int] = json.loads(ranks.exchange(json.dumps(found).encode())[0])
+        claim = claim or lease.Claim()
         failures: list[CheckpointError] = []
-        for step in steps:
+        for step in self._look_together(ranks, claim):
             failure = self.agreed(ranks, step, self.open)
             if failure is None:
                 hold()
@@ -125,6 +146,44 @@ class Resumer:
         if failures:
             raise failures[0]
         return False
+
+    def _look_together(self, ranks: Ranks, claim: lease.Claim) -> list[int]:
+        """Look for checkpoints on all workers; return their steps, newest first.
+
+        Raises ``CheckpointError`` if workers see different folders, at the latest ``sight.CACHE_SECONDS`` after the
+        first look, and if another run has the folder.
+        """
+        prepared = together(ranks, "resume", lambda: self._prepare(claim) if ranks.rank == 0 else None)
+        self._mark, left_out = json.loads(ranks.exchange(json.dumps(prepared).encode())[0])
+        begin = time.monotonic()
+        while True:
+            waited = time.monotonic() - begin
+            mine = sight.look(self.settings.root, self._mark, claim.worker)
+            said = [json.loads(text) for text in ranks.exchange(json.dumps([waited, mine.to_json()]).encode())]
+            verdict = sight.compare([sight.View.from_json(view) for _, view in said], waited=said[0][0])
+            if verdict.refusal:
+                raise CheckpointError(verdict.refusal, hint=sight.HINT)
+            if not verdict.again:
+                return [step for step in verdict.steps[::-1] if step not in left_out]
+            time.sleep(sight.AGAIN_SECONDS)
+            PULSE.sign()  # it waits, and does not hang
+
+    def welcome(self, group: Group, *, worker: str, teller: int, listeners: Collection[int]) -> None:
+        """Check that workers which join see the run's folder. All members of the generation call it.
+
+        ``worker``: the name of this one. ``teller``: the rank of a worker that knows the run. ``listeners``: the ranks
+        of those that join. Raises ``sight.Unsighted`` on a listener that has not seen it for ``sight.SOON_SECONDS``:
+        no longer, because the others wait.
+        """
+        self._mark = pass_on(group, self._mark, sender=teller, listeners=listeners, device=self._state.model.device)
+        begin = time.monotonic()
+        while group.rank in listeners:
+            view = sight.look(self.settings.root, self._mark, worker)
+            if view.is_right:
+                return
+            if time.monotonic() - begin > sight.SOON_SECONDS:
+                sight.refuse_joiner(view)
+            time.sleep(sight.AGAIN_SECONDS)
 
     def agreed(self, ranks: Ranks, step: int, work: Callable[[int], None]) -> CheckpointError | None:
         """Do ``work(step)`` on all workers; return the error of one that failed, or None.
@@ -154,8 +213,12 @@ class Resumer:
 
     # --- the parts of resuming -------------------------------------------------------------------
 
-    def candidates(self) -> list[int]:
-        """Return the steps with a checkpoint, newest first. Raises ``CheckpointError`` if the folder is itself one."""
+    def _prepare(self, claim: lease.Claim) -> tuple[str, list[int]]:
+        """Make the folder and take its lease; return the run's name if it has the lease, and steps to leave out.
+
+        The first worker calls it. Raises ``CheckpointError`` if the folder is itself a checkpoint, cannot be made, or
+        belongs to another run.
+        """
         root = self.settings.root
         with explained(root, "create"):
             make_folder(root.absolute())
@@ -165,9 +228,25 @@ class Resumer:
                 f"{root} is itself a checkpoint ({foreign}), not a folder for a run's",
                 hint="fill the model from it with holdfast.checkpoint.load, and give the run another folder",
             )
+        held = self.fence.begin(claim)
         if not steps:
             logger.info("no checkpoint in %s yet: training starts at step 0", root)
-        return steps[::-1]
+        return claim.run if held else "", self._superseded(series.steps_in(root))
+
+    def _superseded(self, steps: list[int]) -> list[int]:
+        """Return the steps among the newest whose checkpoints come from a worker that had lost the lease."""
+        found = sorted(lease.superseded([(step, self._term(step)) for step in steps[-TERMS:]]))
+        for step in found:
+            logger.warning("the checkpoint of step %d is left out: the run went on from an earlier one", step)
+        return found
+
+    def _term(self, step: int) -> int | None:
+        """Return the term of a checkpoint's writer; None if it has none, or cannot be read."""
+        try:
+            term = index.read(series.folder_of(self.settings.root, step)).details.get("term")
+        except CheckpointError:
+            return None
+        return term if isinstance(term, int) else None
 
     def open(self, step: int) -> None:
         """Take over what all workers share, and check that the checkpoint is of this model. Reads no layers."""
@@ -220,7 +299,8 @@ class Resumer:
         if (changed := difference(label, self._before, joint=", before it was ")) is not None:
             logger.warning("resumed with differences that may change the weights: %s", changed)
         self._events.write("resumed", step=step, path=str(folder))
-        series.clean(self.settings.root, before=step)
+        if self._mark:  # without the lease nothing may be removed
+            series.clean(self.settings.root, before=step)
 
     def _read(self, step: int, into: dict[str, Any]) -> Catalogue:
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +32,7 @@ from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
 from holdfast.engine.step import TrainingStep
 from holdfast.engine.update import Schedule
-from holdfast.errors import UsageError
+from holdfast.errors import CheckpointError, UsageError
 from holdfast.log.log import LogSettings
 from holdfast.plan.placement import Placement
 from holdfast.recovery.resume import Checkpoints
@@ -158,6 +160,16 @@ class Run:
             self._apart = RunTraining(settings.policy, *parts, between=self._between_steps)
         faults.plan(membership.worker)
         _runs.append(self)
+        if self._saver is not None:
+            saver = self._saver
+            self._cohort.on_enter(lambda generation, settlement: saver.enter(generation, membership.worker))
+            if isinstance(membership, Solo):
+                atexit.register(_at_exit, saver, os.getpid())
+
+    def _release(self) -> None:
+        """Give the lease of the folder back, if this worker has it."""
+        if self._saver is not None:
+            self._saver.fence.release()
 
     # --- training --------------------------------------------------------------------------------
 
@@ -184,6 +196,8 @@ class Run:
         checkpoint cannot be resumed from, and whatever the user's functions raise.
         """
         about_to_train(self)  # `holdfast profile` measures instead
+        if self._cohort.group is None:
+            _give_way(self)
         self._cohort.boundary()
         while self.step < total:
             self._save_if_due()  # a log begins with a checkpoint
@@ -214,11 +228,19 @@ class Run:
                 self._saver.settle(self._cohort)
             self._cohort.commit(End())
             self._cohort.membership.finished()
+            self._release()
 
-    def leave(self) -> None:
-        """Complete what is being written: return when no checkpoint is any more, and close the log."""
+    def leave(self, *, dismissed: bool = False) -> None:
+        """Complete what is being written: return when no checkpoint is any more, and close the log.
+
+        ``dismissed``: the others know that this worker leaves, and train on.
+        """
         if self._saver is not None:
+            if dismissed:
+                self._saver.fence.dismiss()
             self._saver.leave()
+        if self._cohort.everybody_leaves:  # else the next first worker takes the lease over
+            self._release()
         if self._log is not None:
             self._log.close()
 
@@ -336,10 +358,49 @@ def _membership(label: Label) -> Membership:
     return Solo()
 
 
-def leave() -> None:
-    """Complete what this worker has begun to write, because it is sent away."""
+def _give_way(run: Run) -> None:
+    """Let earlier runs of this process give the folder of ``run`` back, as in a notebook: they are over."""
+    for other in _runs:
+        folders = [each._saver.settings.root.absolute() for each in (run, other) if each._saver is not None]
+        if (
+            other is not run
+            and isinstance(other._cohort.membership, Solo)
+            and len(folders) == 2
+            and len({*folders}) == 1
+        ):
+            other._release()
+
+
+def _at_exit(saver: Saver, process: int) -> None:
+    """End a process that has no agent: its folder is given back, and an unsaved last checkpoint is an error.
+
+    Python calls it at its exit, after the threads that write have ended. A function that is called there cannot change
+    the exit code, except by ending the process.
+    """
+    if os.getpid() != process:
+        return  # a fork of it ends
+    saver.fence.release()
+    try:
+        saver.fail_if_unsaved()
+    except CheckpointError as e:
+        if not hasattr(sys, "last_value"):  # else an exception ends the script: it has been shown, and its code is 1
+            logger.error(e)
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(e.exit_code)
+
+
+def release() -> None:
+    """Give the leases of all folders back that this worker holds, because its run ends, or may end with it."""
     for run in _runs:
-        run.leave()
+        run._release()
+
+
+def leave(*, dismissed: bool = False) -> None:
+    """Complete what this worker has begun to write, because it is sent away. ``dismissed``: it was asked to leave."""
+    for run in _runs:
+        run.leave(dismissed=dismissed)
 
 
 def farewell() -> None:

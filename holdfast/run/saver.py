@@ -13,13 +13,17 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
+
 from holdfast.checkpoint import index, series
 from holdfast.checkpoint.background import Work
+from holdfast.checkpoint.lease import Superseded, Taken
 from holdfast.checkpoint.safetensors_writer import StagedImage
 from holdfast.checkpoint.saving import Save, WriteReport
 from holdfast.cluster import faults, lifeline
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
+from holdfast.cluster.membership import Generation
 from holdfast.cluster.texts import Texts
 from holdfast.commit.cohort import Cohort
 from holdfast.commit.operation import Kind, Operation
@@ -27,6 +31,7 @@ from holdfast.engine.state import State
 from holdfast.errors import Broken, CheckpointError, HoldfastError
 from holdfast.log.log import Log
 from holdfast.plan import save_interval
+from holdfast.recovery.fence import claim_of
 from holdfast.recovery.resume import Checkpoints, Resumer
 from holdfast.run.reports import collect, post
 
@@ -59,6 +64,12 @@ class Saver(Resumer):
         self._written = threading.Event()  # this worker has written its share of the last checkpoint
         self._written.set()
         self._everywhere = threading.Event()  # every worker has written its share of it, or never will
+        self._tried: int | None = None  # the step of the last checkpoint that this worker has taken part in
+        self.failure = ""  # why this worker could not do its part of the last checkpoint that failed
+
+    def enter(self, generation: Generation, worker: str) -> None:
+        """Hold the lease of the folder in the name of a new generation, if this worker is its first."""
+        self.fence.enter(claim_of(generation, worker), first=generation.rank_of(worker) == 0)
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -79,17 +90,22 @@ class Saver(Resumer):
         return (last or cohort.everybody_leaves or progress.step >= first) and progress.step != progress.saved
 
     def if_due(self, cohort: Cohort, *, last: bool = False) -> None:
-        """Take a checkpoint if one is due, and drop log records that are not needed. Call it between two steps."""
+        """Take a checkpoint if one is due, and drop log records that are not needed. Call it between two steps.
+
+        Raises ``lease.Taken`` or ``lease.Superseded`` if the folder was lost to another run, or to a newer generation.
+        """
+        self.fence.raise_if_lost()
         self._forget_records()
         if self.is_due(cohort, last=last):
             faults.at_step(self._state.progress.step)
             cohort.commit(TakeCheckpoint(self, cohort, self._state.progress.step))
         if cohort.everybody_leaves:
             step = self._state.progress.step
-            if self.settle(cohort) or not step:
+            try:
+                self.settle(cohort)
                 lifeline.report("saved", step=step)
-            else:
-                lifeline.report("unsaved", step=step, reason="the last checkpoint failed", wanted=True)
+            except CheckpointError as e:  # the agent says so, and ends with another code
+                lifeline.report("unsaved", step=step, reason=f"the last checkpoint failed: {e}", wanted=True)
 
     def _forget_records(self) -> None:
         """Drop the log's records of steps before the newest durable checkpoint.
@@ -104,27 +120,45 @@ class Saver(Resumer):
                 self._taken = [later for later in self._taken if later > step]
                 return
 
-    def settle(self, cohort: Cohort) -> bool:
-        """Wait until the last checkpoint is durable, before all leave; return whether it is.
+    def settle(self, cohort: Cohort) -> None:
+        """Wait until the last checkpoint is durable, before all leave.
 
-        It is taken once more if it does not exist: the worker that should have committed it may be lost.
+        It is taken once more if it does not exist: the worker that should have committed it may be lost. Raises
+        ``CheckpointError`` on all workers if it does not exist then either: a run must not seem to have ended well.
         """
         progress = self._state.progress
         for again in (False, True):
             cohort.commit(Flush(self))
-            there = cohort.commit(LookForCheckpoint(self))
-            if there or again or not progress.step:
-                return bool(there)
+            look = LookForCheckpoint(self, self._state.model.device)
+            if cohort.commit(look) or not progress.step:
+                return
+            if again:
+                raise unsaved(progress.step, look.failure)
             progress.saved = None
             cohort.commit(TakeCheckpoint(self, cohort, progress.step))
-        return False
 
     def last_exists(self) -> bool:
         """Wait for the last checkpoint; return whether it is complete. All have written their share by now."""
         self._everywhere.set()
         self.leave()
         saved = self._state.progress.saved
-        return saved is not None and index.exists(series.folder_of(self.settings.root, saved))
+        if saved is None:
+            return False
+        folder = series.folder_of(self.settings.root, saved)
+        try:
+            # A run that went back to an older checkpoint may have found a damaged one of this step.
+            return index.exists(folder) and (
+                self._tried != saved or index.read(folder).details.get("run") == self._mark
+            )
+        except CheckpointError as e:
+            self.failure = self.failure or str(e)
+            return False
+
+    def fail_if_unsaved(self) -> None:
+        """Raise ``CheckpointError`` if the last checkpoint that was to be saved does not exist. For one process."""
+        saved = self._state.progress.saved
+        if saved is not None and not self.last_exists():
+            raise unsaved(saved, self.failure)
 
     def attempt(self, group: Group, step: int) -> float:
         """Take the snapshot; return the number of steps to the next one, or ``SKIP`` if it failed.
@@ -155,6 +189,7 @@ class Saver(Resumer):
 
     def _snapshot(self, group: Group, step: int) -> None:
         """Copy this worker's share of the state to the staging area. Raises ``CheckpointError`` if it is in use."""
+        self.failure, self._tried = "", step
         if not self.flush(PATIENCE_SECONDS):
             raise CheckpointError("the last one is still being written", hint="a slow disk? save less often")
         ranks = Texts(group, self._state.model.device)
@@ -197,6 +232,8 @@ class Saver(Resumer):
         try:
             faults.point("write", step=step)
             try:
+                if save.ranks.rank == 0:
+                    self.fence.check()  # it removes what killed saves have left for this step
                 post(save, save.write(self._staged.fill, _Progress(save, step, cohort), threads=2))
             except BaseException:
                 post(save, None)  # so that the first worker does not wait for this share
@@ -211,13 +248,15 @@ class Saver(Resumer):
     def _commit(self, save: Save, step: int, reports: Sequence[WriteReport]) -> None:
         """Write the index, which makes the checkpoint complete, and remove old checkpoints."""
         faults.point("commit", step=step)
+        note = self.fence.check()
+        save.details |= {"run": note.claim.run, "epoch": note.claim.epoch, "term": note.term}
         save.details["seconds"] = self._seconds()
-        save.commit(reports)
+        save.commit(reports, guard=self.fence.check)
         self._events.write("checkpoint", step=step, bytes=sum(report.written.bytes for report in reports))
         try:
             self._retire(step)
-        except (HoldfastError, OSError) as e:
-            logger.warning("cannot remove old checkpoints: %s", e)
+        except (HoldfastError, OSError) as e:  # also if the lease was lost while the index got its name
+            logger.warning("old checkpoints are not removed: %s", e)
 
     def _retire(self, newest: int) -> None:
         """Remove old checkpoints, as the settings say.
@@ -227,13 +266,19 @@ class Saver(Resumer):
         root, settings = self.settings.root, self.settings
         steps = [step for step in series.steps_in(root) if step <= newest]
         for old in series.to_delete(steps, keep=settings.keep, keep_every=settings.keep_every):
+            self.fence.check()
             series.delete(root, old)
+        self.fence.check()
         series.clean(root, before=newest, idle=LITTER_SECONDS)
 
     def _complain(self, step: int, error: Exception) -> None:
         """Report that a checkpoint failed. Training goes on without it."""
         if self._log is not None and isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
             self._log.give_up("the disk has no room for a checkpoint")  # the log's files may be what fills the disk
+        self.failure = str(error)
+        if isinstance(error, Taken | Superseded):
+            logger.error("checkpoint of step %d: %s", step, error)
+            return
         self._events.write("checkpoint-failed", step=step, reason=str(error))
         logger.warning("no checkpoint of step %d: %s; training goes on", step, error)
 
@@ -292,12 +337,26 @@ class Flush(Operation):
 
 
 class LookForCheckpoint(Operation):
-    """The operation that finds out whether the last checkpoint exists. The first worker looks; its value is 1 or 0."""
+    """The operation that finds out whether the last checkpoint exists. The first worker looks; its value is 1 or 0.
+
+    ``failure``: why it does not exist, as far as any worker knows.
+    """
 
     kind: Kind = "checkpoint"
 
-    def __init__(self, saver: Saver) -> None:
-        self._saver = saver
+    def __init__(self, saver: Saver, device: torch.device) -> None:
+        self._saver, self._device = saver, device
+        self.failure = ""
 
     def attempt(self, group: Group) -> list[float]:
-        return [0.0 if group.rank else float(self._saver.last_exists())]
+        there = self._saver.last_exists()
+        first, *others = Texts(group, self._device).exchange(self._saver.failure.encode())
+        # The first worker may only know that another one has failed: that one knows why.
+        self.failure = next((text.decode() for text in (*others, first) if text), "")
+        return [0.0 if group.rank else float(there)]
+
+
+def unsaved(step: int, failure: str) -> CheckpointError:
+    """Return the error for a run whose last checkpoint does not exist."""
+    why = f": {failure}" if failure else ""
+    return CheckpointError(f"training has ended, but its last checkpoint, of step {step}, could not be saved{why}")

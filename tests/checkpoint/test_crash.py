@@ -152,11 +152,11 @@ def index_first(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         real = index.commit
 
-        def commit(catalogue: index.Catalogue, identity: str) -> None:
+        def commit(catalogue: index.Catalogue, identity: str, **guard: None) -> None:
             aside = [(folder / name, folder / f"{name}.late") for name in catalogue.files]
             for path, late in aside:
                 os.replace(path, late)
-            real(catalogue, identity)
+            real(catalogue, identity, **guard)
             for path, late in aside:
                 os.replace(late, path)
 

@@ -46,11 +46,12 @@ def numerics_of(setting: Callable[..., Any]) -> holdfast.Numerics:
 
 
 def checkpoints_of(setting: Callable[..., Any]) -> holdfast.Checkpoints | None:
-    """Of ``CHECKPOINT``, which is a folder, ``EVERY`` and ``KEEP``."""
+    """Of ``CHECKPOINT``, which is a folder, ``EVERY``, ``KEEP`` and ``LEASE``."""
     if not setting("CHECKPOINT"):
         return None
     every = "auto" if setting("EVERY") == "auto" else int(setting("EVERY", "3"))
-    return holdfast.Checkpoints(folder=setting("CHECKPOINT"), every=every, keep=int(setting("KEEP", "3")))
+    more = {"keep": int(setting("KEEP", "3")), "lease": float(setting("LEASE", "90"))}
+    return holdfast.Checkpoints(folder=setting("CHECKPOINT"), every=every, **more)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint import save
+from holdfast.checkpoint.lease import Chain
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.series import folder_of
 from holdfast.cluster.events import Events
@@ -234,7 +235,13 @@ def test_another_optimizer_is_refused_everywhere(tmp_path: Path) -> None:
         resume(tmp_path, PARTS[1], optimizer="momentum")
 
 
-def test_workers_that_see_different_checkpoints_of_a_step_do_not_mix_them(tmp_path: Path) -> None:
+def read_only(chain: Chain) -> None:
+    raise CheckpointError("no right to write, as on a file system that is read only")
+
+
+def test_workers_that_see_different_checkpoints_of_a_step_do_not_mix_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = [whole(), whole()]
     for name in ("0", "1"):
         save_parts(tmp_path / name, PARTS[1])
@@ -242,8 +249,13 @@ def test_workers_that_see_different_checkpoints_of_a_step_do_not_mix_them(tmp_pa
     def work(group: Any) -> bool:
         return resumer(tmp_path / str(group.rank), states[group.rank]).resume(Texts(group, CPU))
 
-    with pytest.raises(CheckpointError, match="sees another checkpoint of step 3"):
-        on_workers(2, work)
+    with monkeypatch.context() as patch:
+        patch.setattr(Chain, "prepare", read_only)
+        with pytest.raises(CheckpointError, match="sees another checkpoint of step 3"):
+            on_workers(2, work)
+        shutil.rmtree(tmp_path / "1")
+        shutil.copytree(tmp_path / "0", tmp_path / "1")
+        assert on_workers(2, work) == [True, True], "the same, in copies that are only read"
     shutil.rmtree(tmp_path / "1")
-    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    (tmp_path / "1").symlink_to(tmp_path / "0")
     assert on_workers(2, work) == [True, True], "the same, by another path"

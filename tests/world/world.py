@@ -19,7 +19,7 @@ from holdfast.commit import cohort as cohort_module
 from holdfast.engine import reduce
 from holdfast.errors import Broken, HoldfastError
 from holdfast.log import log
-from holdfast.recovery import arrange
+from holdfast.recovery import arrange, fence
 from holdfast.run import reports, saver
 from holdfast.run import run as run_module
 from holdfast.run.run import Run
@@ -330,11 +330,12 @@ def inhabited(world: World) -> Iterator[World]:
         patch.setattr(arrange, "lay_out", lay_out)
         patch.setenv("HOLDFAST_TRACE", "1")
         patch.setenv("HOLDFAST_WORKER", "")  # set to the worker's name whenever one makes its Run
-        for module in (reduce, exchange, ssp, saver, log):
+        for module in (reduce, exchange, ssp, saver, fence, log):
             patch.setattr(module, "threading", doubles.threading)
         for module in (reduce, ssp):
             patch.setattr(module, "queue", doubles.queue)
         patch.setattr(saver, "Work", doubles.work)
         patch.setattr(reports, "time", doubles.time)
         patch.setattr(saver, "time", doubles.time)
+        patch.setattr(fence, "time", doubles.time)
         yield world
