@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.cluster import reach
+
 Address = tuple[str, int]  # IP address, port
 Sockets = dict[int, str]  # descriptor → inode
 
@@ -103,6 +105,11 @@ class Doorkeeper:
             self._admitted.update(told["sources"])
             self._admit()
         return rest
+
+    def unanswered(self) -> set[str]:
+        """Return the IP addresses of members whom Gloo calls at the moment, and who have not answered yet."""
+        mine = set(open_sockets().values()) - self._before
+        return {address for address, _ in reach.calling(mine) & self._listeners}
 
     def formed(self) -> Sockets:
         """Close the door for good; return the sockets of the members' connections. Strangers' are shut down."""

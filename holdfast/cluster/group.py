@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.cluster import membership, reach, silence, tags
-from holdfast.cluster.gloo_sockets import Doorkeeper, open_sockets, peer_address, shut_down
+from holdfast.cluster.gloo_sockets import Doorkeeper, peer_address, shut_down
 from holdfast.cluster.membership import Generation
 from holdfast.cluster.pulse import PULSE
 from holdfast.cluster.waiter import wait_for
@@ -261,14 +261,14 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
 
     def connect() -> None:
         try:
-            result.append(_connect(generation, rank, store, device))
+            result.append(_connect(generation, rank, store, device, door))
         except Exception as e:  # whatever the backend raises, the generation cannot form
             result.append(e)
         done.set()
 
-    before = set(open_sockets().values())
+    door = Doorkeeper(member.address for member in generation.members)
     threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
-    calls = reach.Calls(addresses={m.address for m in generation.members}, seconds=silence.heartbeat())
+    calls = reach.Calls(seconds=silence.heartbeat())
     next_look = time.monotonic() + CALL_SECONDS
     with PULSE.at("wait"):
         while not done.wait(LOOK_SECONDS):
@@ -276,7 +276,7 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
                 raise Broken("the generation ended while it formed")
             if (now := time.monotonic()) >= next_look:
                 next_look = now + CALL_SECONDS
-                if silent := calls.look(reach.calling(set(open_sockets().values()) - before), now):
+                if silent := calls.look(door.unanswered(), now):
                     unreached = _members_at(generation, silent)
                     raise Broken(f"{' and '.join(unreached)} cannot be reached", unreached=unreached)
     if isinstance(result[0], Group):
@@ -290,7 +290,9 @@ def _members_at(generation: Generation, addresses: Collection[str]) -> tuple[str
     return tuple(member.worker for member in generation.members if member.address in addresses)
 
 
-def _connect(generation: Generation, rank: int, store: membership.Store, device: torch.device) -> Group:
+def _connect(
+    generation: Generation, rank: int, store: membership.Store, device: torch.device, door: Doorkeeper
+) -> Group:
     """Make the c10d process group, and find the sockets that it has opened, so that they can be shut down."""
     size = len(generation.members)
     if device.type == "cuda":  # untested here
@@ -298,7 +300,6 @@ def _connect(generation: Generation, rank: int, store: membership.Store, device:
         return Group(generation, rank, nccl)
     address = generation.members[rank].address
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    door = Doorkeeper(member.address for member in generation.members)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = CONNECT  # also that of a wait which is not given its own
     try:

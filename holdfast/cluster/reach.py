@@ -19,14 +19,13 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 @dataclass(kw_only=True)
 class Calls:
-    """The calls of this process to some addresses, and for how long each address has not answered.
+    """The calls of this process, and for how long each address has not answered.
 
-    >>> calls = Calls(addresses={"10.0.0.2"}, seconds=5.0)
+    >>> calls = Calls(seconds=5.0)
     >>> calls.look({"10.0.0.2"}, now=1.0), calls.look({"10.0.0.2"}, now=6.5)
     (set(), {'10.0.0.2'})
     """
 
-    addresses: Collection[str]  # of the members
     seconds: float  # after which an address that does not answer cannot be reached
     _since: dict[str, float] = field(default_factory=dict)  # when each was first found without an answer
 
@@ -35,12 +34,12 @@ class Calls:
 
         Between two calls of the same address it counts as called, as long as no look finds it answered.
         """
-        self._since = {a: self._since.get(a, now) for a in calling if a in self.addresses}
+        self._since = {address: self._since.get(address, now) for address in calling}
         return {address for address, since in self._since.items() if now - since >= self.seconds}
 
 
-def calling(inodes: Collection[str]) -> set[str]:
-    """Return the addresses that these sockets ("socket:[inode]") call and that have not answered yet."""
+def calling(inodes: Collection[str]) -> set[tuple[str, int]]:
+    """Return the addresses and ports that these sockets ("socket:[inode]") call and that have not answered yet."""
     wanted = {inode.removeprefix("socket:[").removesuffix("]") for inode in inodes}
     found = set()
     for table in _TABLES:
@@ -48,19 +47,20 @@ def calling(inodes: Collection[str]) -> set[str]:
             lines = Path(table).read_text().splitlines()[1:]
         except OSError:  # a kernel without IPv6
             continue
-        found |= {address for address, inode in map(_unanswered, lines) if inode in wanted}
-    return found - {""}
+        found |= {called for called, inode in map(_unanswered, lines) if called is not None and inode in wanted}
+    return found
 
 
-def _unanswered(line: str) -> tuple[str, str]:
-    """Return (address called, inode) of a line of the kernel's table; no address if it is no open call.
+def _unanswered(line: str) -> tuple[tuple[str, int] | None, str]:
+    """Return (address and port called, inode) of a line of the kernel's table; None if it is no open call.
 
     >>> _unanswered("   1: 0100007F:9C40 02000A0A:7404 02 00000001:00000000 01:00000064 00000002     0        0 4711 2")
-    ('10.10.0.2', '4711')
+    (('10.10.0.2', 29700), '4711')
     """
     words = line.split()
     remote, state, inode = words[2], words[3], words[9]
-    return (_address(remote.partition(":")[0]) if state == _CALLING else ""), inode
+    address, _, port = remote.partition(":")
+    return ((_address(address), int(port, 16)) if state == _CALLING else None), inode
 
 
 def _address(text: str) -> str:

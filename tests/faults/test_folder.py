@@ -31,7 +31,11 @@ class TwoAgents:
     def start(self, number: int, *, checkpoint: str, **environment: str) -> Command:
         logs = self.folder / str(number) / "logs"
         logs.mkdir(parents=True)
-        settings = {"HOLDFAST_TOKEN": "a secret of the test", "RESULTS": str(self.folder / "results.jsonl"), "EVERY": "3"}
+        settings = {
+            "HOLDFAST_TOKEN": "a secret of the test",
+            "RESULTS": str(self.folder / "results.jsonl"),
+            "EVERY": "3",
+        }
         settings |= {"CHECKPOINT": checkpoint, "STEPS": str(STEPS), "HURRY": str(self.folder / "hurry"), **environment}
         words = ("run", "-n", "1", *self._options, "--log-dir", "logs", str(TRAIN))
         return Command(*words, folder=self.folder / str(number), name=f"agent{number}", **settings)
