@@ -24,6 +24,7 @@ from tests.world.fibers import Scheduler
 
 HEARTBEAT = 5.0
 STEP_TIMEOUT = "20:60"  # simulated seconds without a sign of progress, in a step and elsewhere
+CROWDED = 0.8  # of the tries to connect fail while strangers flood the coordinator
 PATIENCE = 30.0  # simulated seconds for which a worker waits for a coordinator that is gone
 RETRY = 0.05  # simulated seconds between two tries to connect
 REPLACE_AFTER = 2.0  # as the agent's REPLACE_AFTER_SECONDS
@@ -124,6 +125,7 @@ class Coordinator:
         self.roster: Roster | None = None
         self.over = False
         self._asleep = False
+        self.flooded_until = 0.0  # strangers connect as fast as they can
         self._cut_off: set[int] = set()  # machines that do not reach it
         self._missed: list[Event] = []  # what came in while it was asleep
         self.start()
@@ -180,6 +182,8 @@ class Coordinator:
     def connect(self, end: Endpoint) -> Line | None:
         """A new connection; None while there is no coordinator, or it does not answer."""
         if self.roster is None or self.over or self._asleep or self.is_cut_off(end):
+            return None
+        if self.scheduler.now < self.flooded_until and self.scheduler.chance.random() < CROWDED:
             return None
         line = Line(self, end, self._numbers)
         self._numbers += 1

@@ -19,7 +19,9 @@ class Doubles:
             Thread=self._thread, Event=self._event, Condition=self._condition, Lock=self._condition
         )
         self.queue = SimpleNamespace(SimpleQueue=self._queue)
-        self.time = SimpleNamespace(monotonic=lambda: scheduler.now, time=lambda: scheduler.now, sleep=scheduler.pause)
+        self.time = SimpleNamespace(
+            monotonic=lambda: scheduler.now, time=lambda: scheduler.now + scheduler.set_by, sleep=scheduler.pause
+        )
 
     def _thread(self, *, target: Callable[..., None], args: tuple[Any, ...] = (), name: str = "", **_: Any) -> Any:
         return _Thread(self._scheduler, lambda: target(*args), name)

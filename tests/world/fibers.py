@@ -71,6 +71,7 @@ class Scheduler:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.now = 0.0
+        self.set_by = 0.0  # seconds by which the wall clock was set, forward or back
         self.here = threading.local()  # .fiber: the one that runs in this thread
         self.back = threading.Semaphore(0)
         self.fibers: list[Fiber] = []

@@ -49,6 +49,8 @@ FAULTS = (
     "isolate",
     "head",
     "deadlock",
+    "flood",
+    "clock",
 )
 
 
@@ -265,6 +267,11 @@ def strike(world: World, process: Process, kind: str) -> None:
             chance.choice(there).vanish()
     elif kind == "head" and len([agent for agent in world.agents if agent.code is None]) > 1:
         world.restart_head(chance.uniform(0.05, 8.0))
+    elif kind == "flood":
+        world.coordinator.flooded_until = world.scheduler.now + chance.uniform(1.0, 20.0)
+        chance.choice([agent for agent in world.agents if agent.code is None]).drop_lines()
+    elif kind == "clock":
+        world.scheduler.set_by = chance.uniform(-1e9, 1e9)
     elif kind in ("separate", "isolate"):
         cut_network(world, kind)
     elif kind == "drop line":
