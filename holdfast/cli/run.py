@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import re
 import sys
@@ -12,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.printer import Printer
 from holdfast.cluster import faults
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.wire import new_token
@@ -74,8 +74,8 @@ def run(
 
 
 async def start(settings: AgentSettings) -> int:
-    complain = functools.partial(print, file=sys.stderr, flush=True)
-    return await Agent(settings, say=functools.partial(print, flush=True), complain=complain).run()
+    with Printer(sys.stdout) as say, Printer(sys.stderr) as complain:
+        return await Agent(settings, say=say, complain=complain).run()
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
