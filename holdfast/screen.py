@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from rich import box
@@ -12,7 +13,18 @@ from rich.table import Table
 
 ROWS = 20  # of a table at most, unless all are asked for: they fit on a screen
 NARROW = 8  # characters that a folded column keeps at least, to stay readable
+# Characters that move the cursor, clear the screen, or turn the direction of what follows; not tabs and line ends.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 WHOLE = 10_000  # columns of output into a pipe: no line is folded
+
+
+def visible(text: str) -> str:
+    """Return a text with control characters written out: a name in a file must not steer the terminal.
+
+    >>> visible("layers.0\\x1b[2J")
+    'layers.0\\\\x1b[2J'
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def make_console(*, aside: bool = False, pipe: int = WHOLE) -> Console:
@@ -35,7 +47,7 @@ class Screen:
 
     def say(self, text: str = "", *, style: str = "") -> None:
         """Print a sentence, wrapped between words."""
-        self.console.print(escape(text), style=style or None)
+        self.console.print(escape(visible(text)), style=style or None)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
         """Print a table.
@@ -43,7 +55,7 @@ class Screen:
         A column ``>name`` is aligned right, ``name~`` may be folded, ``name?`` may be left out if there is no room.
         Empty columns are always left out.
         """
-        shown = rows if self.everything else rows[:ROWS]
+        shown = [[visible(cell) for cell in row] for row in (rows if self.everything else rows[:ROWS])]
         longest = {
             name: max(len(name.strip(">~?")), *(len(row[number]) for row in shown))
             for number, name in enumerate(columns)

@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, take_out, whole
+from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, whole
 from holdfast.checkpoint.rules import copies
+from holdfast.checkpoint.tiling import sources, tiles
 from holdfast.errors import CheckpointError
+
+_COMPARED = 300  # parts of which each pair is compared, to say which two overlap
 
 
 def gaps(entry: TensorEntry) -> list[Box]:
@@ -18,10 +21,7 @@ def gaps(entry: TensorEntry) -> list[Box]:
     >>> [gap.offset for gap in gaps(TensorEntry(shape=(4,), dtype=torch.float32, pieces=()))]
     [(0,)]
     """
-    left = [whole(entry.shape)] if whole(entry.shape).numel else []
-    for piece in entry.pieces:
-        _, left = take_out(left, piece.box)
-    return left
+    return sources(whole(entry.shape), [piece.box for piece in entry.pieces])[1]
 
 
 def overlaps(entry: TensorEntry) -> Iterator[tuple[Piece, Piece, Box]]:
@@ -53,18 +53,19 @@ def check_tiling(boxes: Sequence[Box], shape: Shape, *, name: str, where: object
         if len(box.offset) != len(shape) or not _inside(box, shape):
             text = f"{where}: a part of {name} at {box.offset} of shape {box.shape} lies outside of its shape {shape}"
             raise CheckpointError(text, hint="the checkpoint is damaged")
-    parts = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
-    open_parts: list[Box] = []  # those that can still meet the next ones: sorted by rows, most cannot
-    for box in parts:
-        open_parts = [other for other in open_parts if not shape or other.offset[0] + other.shape[0] > box.offset[0]]
-        if any(box.intersect(other) for other in open_parts):
-            text = f"{where}: two parts of {name} overlap at {box.offset}"
+    if tiles(boxes, whole(shape)):
+        return
+    parts = [box for box in boxes if box.numel]
+    for a, b in combinations(parts[:_COMPARED], 2):
+        if a.intersect(b):
+            text = f"{where}: two parts of {name} overlap at {max(a.offset, b.offset)}"
             raise CheckpointError(text, hint="a file or an entry is there twice")
-        open_parts.append(box)
     there, wanted = sum(box.numel for box in parts), math.prod(shape)
-    if there != wanted:
-        text = f"{where}: parts of {name} are missing, {there} of {wanted} elements are there"
-        raise CheckpointError(text, hint="a file or an entry is lost")
+    if there > wanted or len(parts) > _COMPARED:
+        text = f"{where}: the {len(parts)} parts of {name} overlap or leave gaps"
+        raise CheckpointError(text, hint="a file or an entry is lost, or there twice")
+    text = f"{where}: parts of {name} are missing, {there} of {wanted} elements are there"
+    raise CheckpointError(text, hint="a file or an entry is lost")
 
 
 def _inside(box: Box, shape: Shape) -> bool:

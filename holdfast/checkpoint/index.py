@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,14 @@ from holdfast.checkpoint.disk import (
     sync_folder,
     write_durably,
 )
-from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, take_out, whole
+from holdfast.checkpoint.inside import check_inside, read_begin, read_regular
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, whole
 from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS
+from holdfast.checkpoint.tiling import sources, tiles
 from holdfast.errors import CheckpointError
 
 NAME = "index.json"
+LAST = 1 << 37  # seconds since 1970, about the year 6300: later times are in no calendar
 VERSION = 1  # of the format; a reader refuses any other
 _PREFIX = '{"xxh3":"%s","index":'
 _DATA = re.compile(r"data-[0-9a-f]{12}-\d+\.safetensors")
@@ -162,7 +165,7 @@ def recognise(path: Path) -> bool:
     """
     try:
         return _is_ours(path)
-    except OSError:
+    except (OSError, CheckpointError):
         return False
 
 
@@ -170,8 +173,7 @@ def _is_ours(folder: Path, save: str = "") -> bool:
     """Whether a folder has data files of ours (except those of ``save``), or an index that begins as ours does."""
     if any(_DATA.fullmatch(name) and not (save and save in name) for name in os.listdir(folder)):
         return True
-    with (folder / NAME).open("rb") as file:
-        return file.read(9) == _PREFIX[:9].encode()
+    return (folder / NAME).is_file() and read_begin(folder / NAME, 9) == _PREFIX[:9].encode()
 
 
 def open(path: Path) -> Catalogue:
@@ -181,6 +183,7 @@ def open(path: Path) -> Catalogue:
     """
     catalogue = read(path)
     for name, file in catalogue.files.items():
+        check_inside(path / name, path)
         _check_file(path / name, file)
     return catalogue
 
@@ -192,13 +195,15 @@ def read(path: Path) -> Catalogue:
     index = _parse(path / NAME)
     try:
         return _catalogue(path, index)
+    except CheckpointError as e:
+        raise CheckpointError(f"{path / NAME} is not a valid index: {e}") from e
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as e:
-        raise CheckpointError(f"{path / NAME} is not a valid index: {e!r}") from e
+        raise CheckpointError(f"{path / NAME} is not a valid index: {e!r:.400}") from e
 
 
 def _parse(path: Path) -> dict[str, Any]:
     with explained(path, "read"):
-        text = path.read_bytes()
+        text = read_regular(path, path.parent)
     length = len(_PREFIX % ("0" * 16))
     body = text[length:-1]
     expected = f"{_PREFIX % _checksum(body)}".encode()
@@ -243,7 +248,7 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
         tied=dict(zip(index["tied"], _texts(index["tied"].values()), strict=True)),
         frozen=_texts(index["frozen"]),
         buffers=_texts(index["buffers"]),
-        details=_dict(index["details"]),
+        details=_details(index["details"]),
     )
 
 
@@ -271,6 +276,18 @@ def _dict(value: Any) -> dict[str, Any]:
     return value
 
 
+def _details(value: Any) -> dict[str, Any]:
+    """The details of an index, of which commands show a time and sentences."""
+    details = _dict(value)
+    saved = details.get("saved", 0)
+    if type(saved) not in (int, float) or not 0 <= saved < LAST:
+        raise ValueError(f"it was saved at {saved!r:.50}, which is no time")
+    if not isinstance(details.get("left_out", []), list):
+        raise ValueError("it does not list what was left out")
+    _texts(details.get("left_out", []))
+    return details
+
+
 def _ref(name: Any, tensors: Mapping[str, TensorEntry]) -> Ref:
     if name not in tensors:
         raise ValueError(f"the tree has a tensor {name!r}, which is not among the tensors")
@@ -284,19 +301,24 @@ def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[
     if math.prod(max(n, 1) for n in shape) >= 1 << 60:
         raise ValueError(f"{name} has shape {shape}, which no memory can hold")
     pieces = []
-    left = [whole(shape)] if math.prod(shape) else []
     for number, position, offset, size in item["pieces"]:
         box = Box(offset=_counts(offset), shape=_counts(size))
         stored = dense(file=names[_count(number)], offset=_count(position), dtype=dtype, shape=box.shape)
         if stored.offset + stored.span > files[stored.file].bytes:
             raise ValueError(f"a piece of {name} lies outside of {stored.file}")
         pieces.append(Piece(box=box, stored=stored))
-        inside, left = take_out(left, box)
-        if sum(common.numel for common in inside) != box.numel:
-            raise ValueError(f"two pieces hold the same part of {name}, or one lies outside of it: {box}")
-    if left:
-        raise ValueError(f"no piece holds {left[0]} of {name}")
+    if not tiles((piece.box for piece in pieces), whole(shape)):
+        raise ValueError(_untiled(name, shape, [piece.box for piece in pieces]))
     return TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces))
+
+
+def _untiled(name: str, shape: Shape, boxes: Sequence[Box]) -> str:
+    """A sentence about boxes that do not cover a tensor exactly once; ``CheckpointError`` if they overlap wildly."""
+    whole_rank = [box for box in boxes if len(box.offset) == len(box.shape) == len(shape)]
+    _, left = sources(whole(shape), whole_rank)
+    if left:
+        return f"no piece holds {left[0]} of {name}"
+    return f"two of the {len(boxes)} pieces of {name} hold the same part, or one lies outside of its shape {shape}"
 
 
 def _refuse_shared_bytes(tensors: Mapping[str, TensorEntry]) -> None:

@@ -109,7 +109,7 @@ def _describe(place: Path, known: str) -> Found:
 def _saved(catalogue: Catalogue) -> float:
     """The time of a save, in seconds since 1970: as the checkpoint says, or when its last file was changed."""
     said = catalogue.details.get("saved")
-    if isinstance(said, float | int):
+    if isinstance(said, float | int) and 0 <= said < index.LAST:
         return float(said)
     return max((_changed(catalogue.root / name) for name in catalogue.files), default=0.0)
 

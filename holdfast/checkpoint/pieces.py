@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import CheckpointError
+
 Shape = tuple[int, ...]
+_LONG = "do not trust this checkpoint, or save it under shorter keys"
+NAME_LIMIT = 1000  # characters of a tensor's name: a tensor deep inside has the keys of all dicts above in its name
 NUMPY = "__numpy__"  # the only key of a dict in the tree that stands for a numpy array: its value is the tensor
 
 
@@ -274,6 +278,12 @@ def name_of(path: Sequence[Any]) -> str:
     return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in path)
 
 
+def check_name(name: str) -> None:
+    """Refuses a name that is so long that names alone could fill the memory, or take long to match."""
+    if len(name) > NAME_LIMIT:
+        raise CheckpointError(f"a tensor has a name of {len(name)} characters: {name[:60]}…", hint=_LONG)
+
+
 def path_of(name: str) -> list[str]:
     """The keys of the path whose name this is (as texts): the inverse of :func:`name_of`.
 
@@ -295,6 +305,7 @@ def catalogue_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, T
     def walk(node: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(node, Stored | TensorEntry):
             name = name_of(path)
+            check_name(name)
             assert name not in found, f"two tensors are named {name}"
             found[name] = node if isinstance(node, TensorEntry) else entry_of(node)
             return Ref(name=name)

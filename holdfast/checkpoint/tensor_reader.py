@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.disk import BLOCK, THREADS, Bytes, Progress, round_up, silent
-from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Shape, Stored, TensorEntry, flat_boxes, take_out, whole
+from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Shape, Stored, TensorEntry, flat_boxes, whole
+from holdfast.checkpoint.tiling import sources
 from holdfast.checkpoint.transfer import FileSpan, Transfer, carry_out
 from holdfast.checkpoint.trees import box_text
 from holdfast.errors import CheckpointError
@@ -150,16 +151,12 @@ def plan(catalogue: Catalogue, wants: Sequence[Want]) -> list[FileSpan]:
 
 def _sources(catalogue: Catalogue, name: str, box: Box, pieces: Sequence[Piece]) -> list[tuple[Piece, Box]]:
     """The parts of a box, each with the piece to read it from; of pieces that hold the same elements, the first."""
-    found = []
-    left = [box] if box.numel else []
-    for piece in pieces:
-        inside, left = take_out(left, piece.box)
-        found += [(piece, common) for common in inside]
+    found, left = sources(box, [piece.box for piece in pieces])
     if left:
         where = box_text(left[0]) if left[0].shape else "the value"
         reason = f"{catalogue.root}: no piece holds {where} of {name}"
         raise CheckpointError(reason, hint="the checkpoint is incomplete")
-    return found
+    return [(pieces[number], common) for number, common in found]
 
 
 def _transfers(stored: Stored, tensor: torch.Tensor, name: str) -> Iterator[Transfer]:

@@ -26,6 +26,7 @@ from holdfast.checkpoint.disk import (
     read_exactly,
     round_up,
 )
+from holdfast.checkpoint.inside import open_regular
 from holdfast.checkpoint.pieces import Catalogue, Stored
 from holdfast.checkpoint.trees import some
 from holdfast.errors import CheckpointError
@@ -91,7 +92,7 @@ def _open_files(catalogue: Catalogue, spans: Sequence[FileSpan], stack: ExitStac
         path, wanted = catalogue.root / name, list(group)
         middle = wanted[len(wanted) // 2]  # the begin of a file was read when it was opened
         with explained(path, "read"):
-            fd = files[name] = os.open(path, os.O_RDONLY)
+            fd = files[name] = open_regular(path)
             stack.callback(os.close, fd)
             ours = catalogue.files[name].checksums is not None
             if ours or not is_cached(fd, (middle.start + middle.stop) // 2):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from holdfast.checkpoint.pieces import NUMPY, Box, Catalogue, Ref, name_of
 from holdfast.errors import UsageError
 
 Leaves = dict[str, Any]
+_SETTINGS = 100  # of a group of an optimizer; they are repeated for each of its parameters, honest ones have about 20
 # Texts that look like a key of another type, such as 1 or None, or like a text in quotes. Names quote them.
 _NOT_TEXT = re.compile(r"""-?\d[\d_.e+-]*|-?inf|nan|None|True|False|torch\.\w+|\(.*\)|b?(['"]).*\1""", re.DOTALL)
 
@@ -44,8 +46,11 @@ def _walk(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], A
         for key, value in node.items():
             if key != "param_groups" or groups is None:
                 yield from _walk(value, (*path, key))
-        for group in groups or ():
+        for number, group in enumerate(groups or ()):
             settings = {key: value for key, value in group.items() if key != "params"}
+            if len([*islice(_walk(settings, ()), _SETTINGS + 1)]) > _SETTINGS:  # no optimizer's
+                yield from _walk(group, (*path, "param_groups", number))
+                continue
             for parameter in group["params"]:
                 yield from _walk(settings, (*path, "param_groups", parameter)) if settings else ()
     elif isinstance(node, list | tuple) and any(isinstance(item, dict | list | tuple | Ref) for item in node):

@@ -22,12 +22,13 @@ from holdfast.checkpoint.disk import (
     blocks_of,
     checksum,
     in_parallel,
-    open_direct,
+    pass_cache,
     read_exactly,
     silent,
 )
 from holdfast.checkpoint.formats import open_checkpoint
 from holdfast.checkpoint.formats.zip_records import Unreadable, Zone, crc_of, zones_of
+from holdfast.checkpoint.inside import open_regular
 from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, entry_of
 from holdfast.checkpoint.tensor_reader import read_range
 from holdfast.checkpoint.trees import box_text, bytes_of, some
@@ -159,7 +160,7 @@ class _Check:
                 actual = os.fstat(fd).st_size
                 self._length(name, file, actual)
                 return self._blocks(file, actual) if file.checksums is not None else self._records(name, file, fd)
-        except (Unreadable, OSError) as error:
+        except (Unreadable, OSError, CheckpointError) as error:
             self._damaged(name, 0, file.bytes, f"cannot be read: {_said(error)}")
             return []
 
@@ -168,8 +169,10 @@ class _Check:
         """Opens a file only while it is read: a checkpoint may have more files than a process may open."""
         path = self.catalogue.root / name
         ours = self.catalogue.files[name].checksums is not None
-        fd = open_direct(path, os.O_RDONLY) if ours else os.open(path, os.O_RDONLY)
+        fd = open_regular(path)
         try:
+            if ours:
+                pass_cache(fd)
             yield fd
         finally:
             os.close(fd)

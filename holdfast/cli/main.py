@@ -30,7 +30,9 @@ def main() -> None:
     try:
         app()
     except HoldfastError as e:
-        print(f"holdfast: {e}", file=sys.stderr)
+        from holdfast.screen import visible
+
+        print(f"holdfast: {visible(str(e))}", file=sys.stderr)
         sys.exit(e.exit_code)
 
 

@@ -14,6 +14,7 @@ import typer
 from holdfast.cli.printer import Printer
 from holdfast.cluster import faults
 from holdfast.cluster.agent import Agent, AgentSettings
+from holdfast.cluster.stuck import StepTimeout
 from holdfast.cluster.wire import new_token
 from holdfast.errors import UsageError
 
@@ -39,6 +40,13 @@ def run(
     heartbeat_timeout: Annotated[
         float, typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost.")
     ] = 5.0,
+    step_timeout: Annotated[
+        str,
+        typer.Option(
+            help="Seconds without a sign of progress after which a worker counts as hung, in a step or as STEP:OTHER "
+            "for everything else too; auto: a multiple of the slowest recent step; off."
+        ),
+    ] = "auto",
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for missing machines.")] = 30.0,
     log_dir: Annotated[Path, typer.Option(help="For the workers' output and events.jsonl.")] = Path("holdfast-logs"),
     token_file: Annotated[
@@ -54,6 +62,7 @@ def run(
     faults.parse(os.environ.get("HOLDFAST_FAULTS", ""))  # a misspelt fault must not pass for a survived one
     if not module and not Path(command[0]).is_file():
         raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
+    StepTimeout.parse(step_timeout)  # refuse a bad one here, where the user sees it
     settings = AgentSettings(
         command=command,
         module=module,
@@ -67,6 +76,7 @@ def run(
         token=read_token(token_file, alone=not rdzv_endpoint),
         max_restarts=max_restarts,
         heartbeat_timeout=heartbeat_timeout,
+        step_timeout=step_timeout,
         patience=patience,
         log_dir=log_dir,
     )

@@ -53,6 +53,7 @@ class AgentSettings:
     token: str = field(default_factory=wire.new_token, repr=False)  # secret that all machines of a run share
     max_restarts: int = 100  # workers that this agent replaces in all
     heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
+    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
     log_dir: Path = Path("holdfast-logs")  # folder of the workers' output and of events.jsonl
     environment: dict[str, str] = field(default_factory=dict)  # further environment variables of the workers
@@ -151,6 +152,7 @@ class Agent:
                 "minimum-hosts": settings.minimum_hosts,
                 "maximum-hosts": settings.maximum_hosts,
                 "heartbeat-timeout": settings.heartbeat_timeout,
+                "step-timeout": settings.step_timeout,
                 "patience": settings.patience,
                 "judge": settings.judge,
                 "master-port": self._keeper.master_port,
@@ -231,7 +233,7 @@ class Agent:
             message = wire.decode(line)
             kind = message["type"]
             if kind == "beat":
-                self._tell({"type": "beat"})
+                self._tell({"type": "beat", "starting": self._local.starting})
             elif kind == "welcome":
                 self._welcomed(message["host"], message["master_port"])
                 if message["begun"]:  # what was told while the connection was lost
@@ -248,7 +250,8 @@ class Agent:
             elif kind == "finishing":
                 self._finish(message["members"])
             elif kind == "kill" and message["worker"] in self.workers:
-                self.workers[message["worker"]].kill()
+                cause, details = message.get("cause", "it was given up"), message.get("details", {})
+                self._local.kill_hung(self.workers[message["worker"]], cause, details)
             elif kind == "stop":
                 self._told_to_stop(message["code"], message["message"])
                 return
@@ -378,20 +381,20 @@ class Agent:
 
     def _plan_replacement(self, worker: LocalWorker) -> None:
         """Plan a new worker in place of one that failed, if restarts are left."""
-        if worker.error is not None and worker.error.get("refused"):
-            self._say(worker.error["text"])
-        elif self._restarts >= self.settings.max_restarts:
-            self._say(f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up")
-            left = len(self.workers) + len(self._replacements)  # spares among them
-            if left < self._slots:  # tell the coordinator not to wait for this slot
-                self._slots = left
-                self._tell({"type": "slots", "slots": left})
-        else:
+        refused = worker.error is not None and worker.error.get("refused")
+        if not refused and self._restarts < self.settings.max_restarts:
             self._restarts += 1
             self._recovered = False
             # Wait a little: survivors that recover need the cores, and an error of the script may end the run anyway.
             wait = REPLACE_AFTER_SECONDS if self._begun or worker.error is not None else 0.0
             self._replacements.append((worker.slot, time.monotonic() + wait))
+            return
+        used_up = f"holdfast: worker {worker.name} is not replaced: --max-restarts is used up"
+        self._say(worker.error["text"] if refused and worker.error is not None else used_up)
+        left = len(self.workers) + len(self._replacements)  # spares among them
+        if left < self._slots:  # tell the coordinator not to wait for this slot
+            self._slots = left
+            self._tell({"type": "slots", "slots": left})
 
     async def _replace(self) -> None:
         """Start planned replacements once the survivors have committed again: until then they need the cores."""

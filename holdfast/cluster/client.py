@@ -17,13 +17,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Generation, Standing
+from holdfast.cluster.pulse import PULSE, Observer
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
 from holdfast.cluster.store import GenerationStore
 from holdfast.cluster.wire import Line, Message, Refused
 from holdfast.errors import HoldfastError
 
 RETRY_SECONDS = 0.05  # between two tries to connect, and between two checks whether to give up
+ENDING_SECONDS = 3600.0  # for a worker that is sent away to end: longer than it may wait for its last checkpoint
+CONNECTED = b'{"connected": true}'  # a worker's first word to its agent, on the lifeline
 BEATS = 5  # heartbeats within one timeout, so that a few late ones do no harm
 
 logger = logging.getLogger(__name__)
@@ -70,10 +74,10 @@ class Stopped(SystemExit):
 class Client:
     """``Membership`` through the coordinator: a ``Seat`` (the state machine), with sockets and a thread that listens.
 
-    ``label`` describes the training; the coordinator refuses a worker whose label differs from the others'.
+    ``label``: facts about the training, by name; the coordinator refuses a worker whose facts differ from the others'.
     """
 
-    def __init__(self, place: Place, *, label: str) -> None:
+    def __init__(self, place: Place, *, label: Label) -> None:
         self.worker = place.worker
         self._place = place
         self._seat = Seat(
@@ -88,6 +92,7 @@ class Client:
         self._alone_since = time.monotonic()  # when the connection was lost
         self._stores: dict[int, GenerationStore] = {}
         self._on_break: Callable[[int], None] = lambda number: None
+        self._observer = Observer(PULSE, every=place.heartbeat / BEATS, now=time.monotonic())
         threading.Thread(target=self._listen, name="holdfast-client", daemon=True).start()
 
     # --- the methods of Membership, documented there ---------------------------------------------
@@ -98,7 +103,8 @@ class Client:
         Raises ``Stopped`` if the coordinator ends this worker, ``HoldfastError`` if there is no coordinator for
         longer than the patience.
         """
-        with self._changed:
+        PULSE.follow()
+        with self._changed, PULSE.at("wait"):
             before = self._seat.number
             self._send(self._seat.show(standing))
             while not self._changed.wait_for(lambda: self._seat.stopped or self._seat.number > before, RETRY_SECONDS):
@@ -174,11 +180,14 @@ class Client:
         selector = selectors.DefaultSelector()
         lifeline = socket.socket(fileno=os.dup(self._place.lifeline))
         selector.register(lifeline, selectors.EVENT_READ)
+        known = False  # the agent knows that this worker has come so far
         while True:
             line = self._connect()
             if line is None:
                 self._wait_for_agent(lifeline)
                 continue
+            if not known:
+                known = self._tell_agent(lifeline)
             selector.register(line.socket, selectors.EVENT_READ)
             self._stay_connected(line, lifeline, selector)
             selector.unregister(line.socket)
@@ -221,9 +230,17 @@ class Client:
                         self._take(line.receive())
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + beat
-                    self._tell(self._seat.beat())
+                    still = self._observer.look(time.monotonic())
+                    self._tell(self._seat.beat() | {"still": still.to_json()})
         except (OSError, ValueError):
             return
+
+    def _tell_agent(self, lifeline: socket.socket) -> bool:
+        """Tell the agent that this worker has connected, so that it does not count as hung in its start."""
+        try:
+            return lifeline.send(CONNECTED) == len(CONNECTED)
+        except OSError:
+            return False  # the agent is gone, which the next read of the lifeline tells
 
     def _wait_for_agent(self, lifeline: socket.socket) -> None:
         """Hear the agent for a moment, while there is no coordinator."""
@@ -277,4 +294,7 @@ class Client:
                 line.sendall(json.dumps(error).encode())
         if not news.waits:
             os._exit(news.code)
+        last = threading.Timer(ENDING_SECONDS, os._exit, [news.code])  # the script may hang in a ``finally``
+        last.daemon = True
+        last.start()
         self._changed.notify_all()

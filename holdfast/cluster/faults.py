@@ -4,7 +4,8 @@ A run takes its faults from the environment variable ``HOLDFAST_FAULTS``, so tha
 
     HOLDFAST_FAULTS="kill worker=0.1 step=3 phase=backward; stop worker=0.2 step=5 phase=vote"
 
-The kinds are ``kill`` (SIGKILL), ``stop`` (SIGSTOP, a hang), ``raise`` (an exception in user code), and the sabotages
+The kinds are ``kill`` (SIGKILL), ``stop`` (SIGSTOP: the whole process hangs), ``lock`` (a deadlock) and ``spin`` (an
+endless loop), which hang one thread while others run on, ``raise`` (an exception in user code), and the sabotages
 ``skip-gradient``, ``double-update``, ``repeat-sample`` and ``skip-undo``, which must make an exactness test fail.
 
 Most phases are named after the code they are in. The phase ``eager`` comes after each bucket that is updated before
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from holdfast.errors import UsageError
 
-Kind = Literal["kill", "stop", "raise", "skip-gradient", "double-update", "repeat-sample", "skip-undo"]
+Kind = Literal["kill", "stop", "lock", "spin", "raise", "skip-gradient", "double-update", "repeat-sample", "skip-undo"]
 Phase = Literal[
     "data",
     "forward",
@@ -103,6 +105,13 @@ def point(phase: Phase, *, step: int | None = None) -> None:
             elif fault.kind == "stop":
                 _planned.remove(fault)
                 os.kill(os.getpid(), signal.SIGSTOP)
+            elif fault.kind == "lock":
+                lock = threading.Lock()
+                with lock:
+                    lock.acquire()
+            elif fault.kind == "spin":
+                while True:
+                    pass
             elif fault.kind == "raise":
                 raise RuntimeError(f"injected at step {_step}, phase {phase}")
 

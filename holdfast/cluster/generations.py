@@ -38,6 +38,7 @@ class RosterSettings:
     heartbeat_timeout: float = 5.0  # seconds of silence after which a peer counts as lost
     patience: float = 30.0  # seconds to wait for missing hosts
     first_host: int = 0  # more than 0 after a restart of the coordinator: a number is never given twice
+    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     master_port: int = 0  # a port that was free on the coordinator's machine: MASTER_PORT of all scripts
     run: str = ""  # random; this start of the run, the same for all coordinators that its first agent starts
     life: str = ""  # random; this coordinator process

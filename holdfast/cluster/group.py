@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from holdfast.cluster import membership, reach, silence, tags
 from holdfast.cluster.membership import Generation
+from holdfast.cluster.pulse import PULSE
 from holdfast.cluster.waiter import wait_for
 from holdfast.errors import Broken
 
@@ -75,6 +76,7 @@ class Group:
 
     def check(self) -> None:
         """Raise ``Broken`` if the generation is over. It is cheap: call it between pieces of work."""
+        PULSE.sign()
         if self._broken is not None:
             raise Broken(self._broken, unreached=self.unreached)
 
@@ -264,14 +266,15 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
     threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
     calls = reach.Calls(addresses={m.address for m in generation.members}, seconds=silence.heartbeat())
     next_look = time.monotonic() + CALL_SECONDS
-    while not done.wait(LOOK_SECONDS):
-        if store.closed:
-            raise Broken("the generation ended while it formed")
-        if (now := time.monotonic()) >= next_look:
-            next_look = now + CALL_SECONDS
-            if silent := calls.look(reach.calling(set(_open_sockets().values()) - before), now):
-                unreached = _members_at(generation, silent)
-                raise Broken(f"{' and '.join(unreached)} cannot be reached", unreached=unreached)
+    with PULSE.at("wait"):
+        while not done.wait(LOOK_SECONDS):
+            if store.closed:
+                raise Broken("the generation ended while it formed")
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + CALL_SECONDS
+                if silent := calls.look(reach.calling(set(_open_sockets().values()) - before), now):
+                    unreached = _members_at(generation, silent)
+                    raise Broken(f"{' and '.join(unreached)} cannot be reached", unreached=unreached)
     if isinstance(result[0], Group):
         result[0].look_for_vanished()  # not in the thread: in an abandoned group nobody would end the look
         return result[0]

@@ -13,11 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.cluster import stacks
+from holdfast.cluster.client import CONNECTED
 from holdfast.cluster.events import Events
+from holdfast.cluster.membership import GIVEN_UP
 from holdfast.cluster.wire import Message
 
 
@@ -34,6 +38,9 @@ class LocalWorker:
     shown: int = 0  # bytes of its log already on the console
     error: Message | None = None  # the error that it has reported on its lifeline
     orphan: bool = False  # the zygote that forked it has ended
+    born: float = field(default_factory=time.monotonic)  # time of its start
+    connected: bool = False  # it has reached the coordinator
+    condemned: bool = False  # it is about to be killed, and writes its stacks
 
     def kill(self) -> None:
         """Kill the worker's process."""
@@ -51,6 +58,7 @@ class LocalWorker:
             pass  # it is ending already
 
 
+UNKILLABLE_SECONDS = 10.0  # after SIGKILL: a process that still exists is one that the kernel cannot end
 LATE_SECONDS = 1.0  # after a lifeline has closed: a zygote that has not reported the exit code by then is hung
 
 Ended = Callable[[LocalWorker, int, str], None]  # worker, exit code, cause
@@ -78,6 +86,7 @@ class LocalWorkers:
         self._zygote_pid: int | None = None
         self._orders: list[tuple[bytes, socket.socket]] = []  # orders for the zygote, with the workers' lifelines
         self._events = events
+        self._kills: set[asyncio.Task[None]] = set()  # kills under way
         self._say = say
         self._ended = ended
 
@@ -152,6 +161,11 @@ class LocalWorkers:
             return
         except OSError:
             data = b""
+        if data.startswith(CONNECTED):
+            worker.connected = True
+            data = data.removeprefix(CONNECTED)
+            if not data:
+                return
         if data:
             # A worker that is refused connects again, and may tell it twice before it ends: the first counts.
             worker.error, _ = json.JSONDecoder().raw_decode(data.decode())
@@ -174,6 +188,8 @@ class LocalWorkers:
         worker = next((w for w in self.alive.values() if w.pid == pid), None)
         if worker is not None:
             self._hear(worker)
+            if worker.condemned and code == GIVEN_UP:
+                code = -signal.SIGKILL  # it was told before it was killed, but it hung: that is a failure
             cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             self._remove(worker, code, cause)
 
@@ -183,6 +199,42 @@ class LocalWorkers:
             worker.lifeline.close()
             self._show(worker)
             self._ended(worker, code, cause)
+
+    # --- hung workers ----------------------------------------------------------------------------
+
+    @property
+    def starting(self) -> dict[str, float]:
+        """The workers that have not connected to the coordinator yet, and the seconds since their start."""
+        now = time.monotonic()
+        waiting = [w for w in self.alive.values() if not (w.connected or w.condemned)]
+        return {worker.name: now - worker.born for worker in waiting}
+
+    def kill_hung(self, worker: LocalWorker, cause: str, details: Message) -> None:
+        """Have a hung worker write its stacks to its log, then kill it. ``details`` go into the event."""
+        if not worker.condemned:
+            self._show(worker)
+            worker.condemned = True  # from here on its output is stacks, which are not for the console
+            task = asyncio.create_task(self._kill_hung(worker, cause, details))
+            self._kills.add(task)
+            task.add_done_callback(self._kills.discard)
+
+    async def _kill_hung(self, worker: LocalWorker, cause: str, details: Message) -> None:
+        dump = "" if worker.pid is None else await stacks.ask(worker.pid, worker.log, why=cause)
+        place = stacks.place_of(dump)
+        log = worker.log.name if dump else None
+        self._events.write("stuck", worker=worker.name, cause=cause, **details, log=log, at=place)
+        where = f" at {place}" if place else ""
+        seen = f"; its stacks are in {worker.log}" if dump else ""
+        self._say(f"holdfast: worker {worker.name} is killed: {cause}{where}{seen}")
+        worker.kill()
+        if worker.pid is None and self._zygote_pid is not None:
+            os.kill(self._zygote_pid, signal.SIGKILL)  # it has not forked the worker, so it hangs
+        asyncio.get_running_loop().call_later(UNKILLABLE_SECONDS, self._outlived, worker)
+
+    def _outlived(self, worker: LocalWorker) -> None:
+        """Count a killed worker as ended whose process still exists: the kernel waits for a dead disk in its name."""
+        if self.alive.get(worker.name) is worker:
+            self._remove(worker, -signal.SIGKILL, "killed, but its process does not end")
 
     # --- the workers' output ---------------------------------------------------------------------
 
@@ -198,7 +250,7 @@ class LocalWorkers:
             self._show(worker)
 
     def _show(self, worker: LocalWorker) -> None:
-        if not worker.log.exists():
+        if worker.condemned or not worker.log.exists():
             return
         with worker.log.open("rb") as log:
             log.seek(worker.shown)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Message, Standing
+from holdfast.cluster.pulse import Still
 
 EVENTS = -1  # the recipient of lines for events.jsonl
 HANG_UP: Message = {"type": "hang-up"}  # asks the coordinator to close the connection; it is not sent itself
@@ -23,6 +25,7 @@ class Host:
     number: int
     agent: str  # random; tells this agent from another that says the same number
     slots: int  # workers that it will have
+    starting: dict[str, float] = field(default_factory=dict)  # its workers that have not connected, and their age
 
 
 @dataclass(kw_only=True)
@@ -34,11 +37,12 @@ class Worker:
     name: str
     address: str  # of its machine, for the other workers
     incarnation: str  # random; tells its process from another of the same name
-    label: str  # description of the training, which must be the same on all workers
+    label: Label  # facts about the training that must be the same on all workers
     host: str  # its failure domain
     fresh: bool  # it has never been in a generation
     standing: Standing | None = None  # None while it trains
     doing: tuple[int, str] | None = None  # the number of its next operation, and what it is
+    still: Still | None = None  # for how long its training thread shows no sign of progress
 
 
 Peer = Host | Worker

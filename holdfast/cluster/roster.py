@@ -8,11 +8,15 @@ training goes on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.cluster import compose
 from holdfast.cluster.generations import Generations, RosterSettings
+from holdfast.cluster.labels import difference
 from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, machine_of
+from holdfast.cluster.pulse import Still
 from holdfast.cluster.register import Host, Peer, Sent, Worker
+from holdfast.cluster.stuck import StepTimeout, StuckWatch
 from holdfast.cluster.watch import Watch
 
 DONE = "it is done"  # cause of a host's end that is no failure
@@ -55,6 +59,7 @@ class Roster(Generations):
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         super().__init__(settings, judge=judge, now=now)
         self._watch = Watch(timeout=settings.heartbeat_timeout, patience=settings.patience, now=now)
+        self._stuck = StuckWatch(StepTimeout.parse(settings.step_timeout))
         self._errors: list[str] = []  # the last line of each error that ended a worker
         self._exits: dict[str, bool] = {}  # workers that ended with code 0, and whether their scripts were over
         self._next_host = settings.first_host
@@ -111,6 +116,8 @@ class Roster(Generations):
                 self._nobody_left_on(peer, message["reason"])
             elif kind == "bye":
                 self._host_gone(peer, DONE)
+            elif kind == "beat":
+                peer.starting = {name: float(age) for name, age in dict(message.get("starting", {})).items()}
         elif kind == "standing":
             self.show_standing(peer, Standing(**message["standing"]), message["generation"])
         elif kind == "store":
@@ -119,6 +126,7 @@ class Roster(Generations):
             self.progressed(message["generation"], message["operation"])
         elif kind == "beat":
             peer.doing = message["doing"] and (message["doing"][0], message["doing"][1])
+            peer.still = Still.from_json(message["still"]) if "still" in message else None
         elif kind == "finished":
             self.finish()
         elif kind == "bye":
@@ -164,7 +172,7 @@ class Roster(Generations):
             name=hello["worker"],
             address=hello["address"],
             incarnation=hello["incarnation"],
-            label=hello["label"],
+            label=dict(hello["label"]),
             host=hello["host"],
             fresh=known is None,
             standing=Standing(**hello["standing"]) if hello["standing"] else None,
@@ -184,6 +192,7 @@ class Roster(Generations):
         if known is not None:
             self._last_words = None  # somebody who holds the state is back
             self._remember(known)
+            self._refuse_joiners_unlike(worker)
             # Another member may wait for an address that was lost with its old connection.
             self._breaking = self._breaking or (known.number == self._announced > self._recovered)
         if worker.standing is not None:
@@ -198,14 +207,18 @@ class Roster(Generations):
             return self._refuses_member(worker, known)
         if self._finishing:
             return {"code": 0, "message": "the run is finished"}
-        other = next((w for w in self.workers.values() if w.label != worker.label), None)
-        if other is not None:
-            text = (
-                f"worker {worker.name} does not train the same as {other.name}: {worker.label} against "
-                f"{other.label} (start every worker with the same script, settings and thread count)"
-            )
-            return {"code": 2, "message": text, "refused": True}
+        for other in {id(w.label): w for w in self.workers.values()}.values():
+            if worker.label == other.label:
+                worker.label = other.label  # one object for all that are equal, so that thousands compare quickly
+            elif (said := difference(worker.label, other.label)) is not None:
+                return _differs(worker.name, other.name, said)
         return None
+
+    def _refuse_joiners_unlike(self, member: Worker) -> None:
+        """Send away joiners that train something else: they came while this member had lost its connection."""
+        for joiner in [w for w in self.workers.values() if w.fresh]:
+            if (said := difference(joiner.label, member.label)) is not None:
+                self._dismiss(joiner.name, {"type": "stop", **_differs(joiner.name, member.name, said)})
 
     def _is_another(self, name: str, incarnation: str) -> bool:
         """Whether a name belongs to another process: an agent that was started anew counts its workers from 0 again."""
@@ -372,11 +385,16 @@ class Roster(Generations):
                 self._give_up(name, "did not come back to the coordinator")
         self._look_for_hosts()
         self._look_for_disagreement()
+        self._look_for_stuck()
         self.advance()
 
-    def _give_up(self, name: str, cause: str) -> None:
-        """Count a silent worker as lost, and have it killed: a hung process could come back to life later."""
-        self._register.send_all(self.hosts.values(), {"type": "kill", "worker": name})
+    def _give_up(self, name: str, cause: str, **details: Any) -> None:
+        """Count a silent worker as lost, and have it killed: a hung process could come back to life later.
+
+        ``details`` are for the event that its agent writes.
+        """
+        message = {"type": "kill", "worker": name, "cause": cause, "details": details}
+        self._register.send_all(self.hosts.values(), message)
         self._worker_gone(name, cause)
 
     def _look_for_hosts(self) -> None:
@@ -398,6 +416,44 @@ class Roster(Generations):
         if (text := compose.disagreement(doings)) is not None:
             self.stop(2, text)
 
+    def _look_for_stuck(self) -> None:
+        """Give up a worker that hangs although its heartbeats come, or that hangs before it has connected.
+
+        While nobody has connected, nobody knows whether the script will ever make a ``Run``. So then those who have
+        not are left alone, unless the user has set a limit.
+        """
+        if self.stopped:
+            return
+        workers = self.workers
+        starting = {n: age for host in self.hosts.values() for n, age in host.starting.items() if n not in workers}
+        if not (workers or self._begun or self._stuck.is_set):
+            starting = {}
+        stills = {name: worker.still for name, worker in workers.items() if worker.still is not None}
+        stuck = self._stuck.look(stills, members=self.members, starting=starting, now=self._now)
+        if stuck is None:
+            self._look_for_stall()
+            return
+        worker = workers.get(stuck.worker)
+        operation, doing = (None, "") if worker is None or worker.doing is None else worker.doing
+        kind = stuck.where if stuck.where in ("script", "start") else doing
+        details = {"operation": operation, "kind": kind, "seconds": stuck.seconds, "limit": stuck.limit}
+        # Its line stays open: it would connect again, and end before it has written its stacks.
+        self._give_up(stuck.worker, stuck.cause, **details)
+
+    def _look_for_stall(self) -> None:
+        """End a generation whose members wait for each other, while none of them waits for the roster."""
+        members = [self.workers[name] for name in self.members if name in self.workers]
+        waiting = [worker.still for worker in members if worker.still is not None and worker.standing is None]
+        if len(waiting) == len(self.members) and self._stuck.stalled(waiting, self._now):
+            assert self.generation is not None
+            self._register.log("stalled", generation=self.generation.number, seconds=min(s.seconds for s in waiting))
+            self._breaking = True
+
 
 def _given_up(name: str, reason: str = "it counted as lost") -> Message:
     return {"code": GIVEN_UP, "message": f"worker {name} was given up: {reason}"}
+
+
+def _differs(name: str, other: str, said: str) -> Message:
+    text = f"worker {name} does not train the same as {other}: {said}"
+    return {"code": 2, "message": f"{text} (start every worker with the same script and settings)", "refused": True}

@@ -10,6 +10,7 @@ import base64
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Generation, Message, Standing
 
 
@@ -52,13 +53,13 @@ News = Over | Value | Next | Stop
 class Seat:
     """The state of a worker's talk with the coordinator: the standing it has shown, and what it was told.
 
-    >>> seat = Seat(worker="0.0", address="127.0.0.1", host="0", label="a test")
+    >>> seat = Seat(worker="0.0", address="127.0.0.1", host="0", label={"what": "a test"})
     >>> seat.show(Standing(operation=3))["generation"], seat.hello()["standing"]["operation"]
     ('', 3)
     >>> seat.hear({"type": "regroup", "number": 0})
     """
 
-    def __init__(self, *, worker: str, address: str, host: str, label: str, incarnation: str = "") -> None:
+    def __init__(self, *, worker: str, address: str, host: str, label: Label, incarnation: str = "") -> None:
         self.worker = worker
         self.generation: Generation | None = None
         self.standing: Standing | None = None  # shown and not yet answered by a generation

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+from holdfast.cluster.pulse import PULSE
+
 LONGEST = timedelta(days=1)  # practically no limit: heartbeats tell a dead peer from a slow one, not this timeout
 TICK = 0.02  # seconds between two looks whether the group was aborted
 GRACE = 0.1  # seconds after an abort in which receives fail, unless Gloo has forgotten them
@@ -36,11 +38,12 @@ def wait_for(works: Iterable[Any], *, failed: Callable[[Exception], None], over:
     done.acquire()
     waiter.orders.put((works, failed, done))
     end: float | None = None
-    while not done.acquire(timeout=TICK):
-        if end is None and over():
-            end = time.monotonic() + GRACE
-        if end is not None and time.monotonic() >= end:
-            return  # the waiter is abandoned: it does not go back into the pool
+    with PULSE.at("wait"):
+        while not done.acquire(timeout=TICK):
+            if end is None and over():
+                end = time.monotonic() + GRACE
+            if end is not None and time.monotonic() >= end:
+                return  # the waiter is abandoned: it does not go back into the pool
     _idle.append(waiter)
 
 

@@ -18,6 +18,8 @@ import traceback
 from typing import Any
 
 from holdfast import logs
+from holdfast.cluster import stacks
+from holdfast.cluster.pulse import PULSE
 from holdfast.errors import HoldfastError
 
 Order = dict[str, Any]
@@ -121,7 +123,8 @@ def _become_worker(order: Order, lifeline: int) -> None:
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.close(log)
+    stacks.listen(log)  # a descriptor of its own: a script may close or redirect the others
+    PULSE.begin()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))

@@ -24,6 +24,7 @@ from holdfast.cluster import faults
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, form
 from holdfast.cluster.membership import Generation, Membership, Standing, Store
+from holdfast.cluster.pulse import PULSE, Where
 from holdfast.commit.operation import Operation, mark_of, name_of, refuse_to_differ
 from holdfast.commit.settle import Account, Settlement, account_of, settle
 from holdfast.errors import Broken
@@ -100,6 +101,7 @@ class Cohort:
         self._ended = 0  # the newest generation known to be over
         self._stop_at_boundary = False  # somebody joins or leaves at the next boundary
         self._first_of_generation = False  # the next commit is the first of its generation
+        self._has_stepped = False  # a step was committed in this generation
         self._unreached: tuple[str, ...] = ()  # members whose machines did not answer in the last generation
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         self._sent = 0  # bytes sent in past generations
@@ -186,9 +188,12 @@ class Cohort:
         self._doing = operation.kind
         self.membership.doing(before, name_of(operation))
         while self._operation == before:
-            if self._succeeds(operation):
-                self._apply(operation)
-            else:  # outside of the except clause: the exception's frames would keep the broken attempt's memory
+            with PULSE.at(self._where(operation)):
+                succeeded = self._succeeds(operation)
+                if succeeded:
+                    self._apply(operation)
+            if not succeeded:
+                # Outside of the except clause: the exception's frames would keep the broken attempt's memory.
                 if self._voted is None:
                     operation.drop()
                 # Once it has voted it must keep the result: another worker may have seen the vote succeed.
@@ -196,6 +201,10 @@ class Cohort:
         self._doing = ""
         assert self._result is not None
         return self._result
+
+    def _where(self, operation: Operation) -> Where:
+        """Say what the operation is to those who look for hung workers: a generation's first step may take long."""
+        return "step" if operation.kind == "step" and self._has_stepped else "operation"
 
     def _succeeds(self, operation: Operation) -> bool:
         """Attempt and vote; return whether the vote succeeded."""
@@ -237,6 +246,7 @@ class Cohort:
         operation.apply(self._result)
         self._voted = None
         self._operation += 1
+        self._has_stepped = self._has_stepped or operation.kind == "step"
         if self._first_of_generation:
             self._first_of_generation = False
             self._keeper.let_go()
@@ -314,6 +324,7 @@ class Cohort:
         self._operation = settlement.operation
         self._stop_at_boundary = False
         self._first_of_generation = True
+        self._has_stepped = False
         self._unreached = ()
         for callback in self._entered:
             callback(generation, settlement)

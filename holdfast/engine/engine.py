@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -352,12 +351,3 @@ class Engine:
         finally:
             self.model.train()
             seed_everything(seed_of(self.order.seed, "evaluated"), self.model.device)
-
-
-def label_of(module: nn.Module, order: Order, **settings: Any) -> str:
-    """Return the description of a training that must be equal on all workers. They show it when they join."""
-    parameters = sum(p.numel() for p in module.parameters())
-    capability = torch.backends.cpu.get_cpu_capability()
-    shown = {"parameters": parameters, **settings, **asdict(order), "threads": torch.get_num_threads()}
-    shown |= {"torch": torch.__version__, "cpu": capability}
-    return ", ".join(f"{key} {value}" for key, value in shown.items())

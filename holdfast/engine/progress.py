@@ -18,7 +18,7 @@ class Progress:
     """
 
     step: int = 0  # how many steps are committed; where replicas train apart, this one's
-    label: str = ""  # the settings of the run, in words
+    label: dict[str, str] = field(default_factory=dict)  # what decides the weights (``run/label.py``)
     results: dict[str, Any] = field(default_factory=dict)  # evaluations and hashes that a joiner has missed
     profile: dict[str, Any] | None = None  # what the layers cost, as ``plan.profile.Profile`` writes it
     saved: int | None = None  # the step of the last checkpoint

@@ -28,6 +28,7 @@ import torch
 
 from holdfast.cluster import faults, tags
 from holdfast.cluster.group import Group, Transfer
+from holdfast.cluster.pulse import PULSE
 from holdfast.engine.gradients import Bucket, Slab
 from holdfast.plan.tree import Adder, Node, roots
 
@@ -282,7 +283,8 @@ class Reduction:
     def _stop_thread(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            with PULSE.at("helper"):
+                self._thread.join()
             self._thread = None
 
 

@@ -21,6 +21,7 @@ from holdfast.checkpoint.loading import Filler
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.ranks import Alone, Ranks, together
 from holdfast.cluster.events import Events
+from holdfast.cluster.labels import Label, difference
 from holdfast.engine.state import State, nothing
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
 from holdfast.plan import save_interval
@@ -95,7 +96,7 @@ class Resumer:
         self.settings = settings
         self._state = state
         self._events = events
-        self._before = ""  # settings of the run that saved the open checkpoint
+        self._before: Label = {}  # label of the run that saved the open checkpoint
         self._files: list[str] = []  # names of the files of the checkpoint that was read last
         self._longest: int | None = None  # steps for which the log has room; None: no limit
 
@@ -178,7 +179,8 @@ class Resumer:
         except CheckpointError as e:
             raise Unfit(str(e)) from e
         progress = self._state.progress
-        self._before = progress.label
+        # Before labels had names, they were a text: that is not compared.
+        self._before = progress.label if isinstance(progress.label, dict) else {}
         progress.label = label
         progress.saved = progress.step
         progress.due = progress.step + self.settings.first
@@ -215,8 +217,8 @@ class Resumer:
         """Log that all have resumed, and remove unfinished checkpoints. The first worker calls it."""
         folder, label = series.folder_of(self.settings.root, step), self._state.progress.label
         logger.info("resumed from %s", folder)
-        if self._before != label:
-            logger.warning("with other settings than before: %s; then: %s", label, self._before)
+        if (changed := difference(label, self._before, joint=", before it was ")) is not None:
+            logger.warning("resumed with differences that may change the weights: %s", changed)
         self._events.write("resumed", step=step, path=str(folder))
         series.clean(self.settings.root, before=step)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +25,7 @@ from holdfast.engine.state import State
 from holdfast.errors import HoldfastError, UsageError
 
 WRITER = 0  # the rank that writes the file
+LEFTOVER_SECONDS = 3600.0  # an unfinished file that was not written to for so long is of a writer that was killed
 
 
 class Holders(Protocol):
@@ -147,11 +151,14 @@ def _receiving(group: Group, sender: int, device: torch.device) -> Callable[[int
 
 
 def _write(image: Image, path: Path) -> None:
-    """Write the file under another name, and rename it when it is complete."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    """Write the file under a random name beside it, and rename it when it is complete.
+
+    Nobody can know the name before: neither a second writer nor a link that somebody has put there is in the way.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.unlink(missing_ok=True)
+        _remove_leftovers(path)
         write_blocks(unfinished, image.size, image.fill, threads=1)  # one thread: blocks arrive in order
         unfinished.replace(path)
         sync_folder(path.parent)
@@ -160,3 +167,13 @@ def _write(image: Image, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed writers of the same file have left; one that is still written to stays."""
+    left = re.compile(rf"\.{re.escape(path.name)}(\.[0-9a-f]{{12}})?\.unfinished")
+    for other in path.parent.iterdir():
+        if left.fullmatch(other.name):
+            with contextlib.suppress(OSError):
+                if time.time() - other.lstat().st_mtime > LEFTOVER_SECONDS:
+                    other.unlink()

@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.cluster.events import Events
 from holdfast.cluster.membership import Solo
-from holdfast.engine.engine import Engine, label_of
+from holdfast.engine.engine import Engine
 from holdfast.engine.memory import keep_freed_memory
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.profile.measure import difference, read_facts
@@ -52,15 +52,6 @@ def make_engine(settings: Settings) -> tuple[Engine, Log | None]:
         log=log,
     )
     return engine, log
-
-
-def make_label(settings: Settings, module: nn.Module) -> str:
-    """Return in words what must be equal on all workers and whenever the run goes on. Checkpoints have it in them."""
-    numerics, partition = settings.numerics, settings.data.partition
-    label = label_of(
-        module, settings.order, numerics=numerics.mode, clip_norm=settings.clip_norm, autocast=numerics.autocast
-    )
-    return label if partition is None else f"{label}, partition {partition}"
 
 
 def make_arranger(

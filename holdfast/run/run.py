@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from holdfast.cluster import faults
 from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
+from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Membership, Solo
 from holdfast.commit.cohort import Cohort
 from holdfast.commit.operation import End
@@ -34,7 +34,8 @@ from holdfast.errors import UsageError
 from holdfast.log.log import LogSettings
 from holdfast.plan.placement import Placement
 from holdfast.recovery.resume import Checkpoints
-from holdfast.run.parts import make_arranger, make_engine, make_label
+from holdfast.run.label import make_label, make_shape
+from holdfast.run.parts import make_arranger, make_engine
 from holdfast.run.results import Results
 from holdfast.run.saver import Saver
 from holdfast.run.script import Script
@@ -131,7 +132,7 @@ class Run:
     def _take_part(self, settings: Settings) -> None:
         """Make the state of this worker, and take its place among the others."""
         engine, kept = self.engine, settings.checkpoint
-        label = make_label(settings, engine.model.module)
+        label = make_label(settings, engine)
         self._progress = Progress(label=label)
         self._state = State(engine.model, engine.update, self._progress, holdings=engine.holdings, exact=engine.exact)
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
@@ -141,7 +142,7 @@ class Run:
         self._script = Script()
         self._said = ""  # about what can be survived
         self._wished = settings.tolerate or 0  # what the user has asked for in so many words
-        membership = _membership(f"{label}, {settings.shape}")
+        membership = _membership(label | make_shape(settings))
         self._cohort = Cohort(membership, self._arranger, engine.model.device, self._events)
         self._results = Results(engine, self._state, self._cohort, self._script, self._settle)
         self._apart = None
@@ -312,12 +313,12 @@ _clients: list[Client] = []
 _runs: list[Run] = []
 
 
-def _membership(label: str) -> Membership:
+def _membership(label: Label) -> Membership:
     place = Place.from_environment()
     if place is not None:
         if _clients:
             raise UsageError("a script can have one Run", hint="a second one has to be another script")
-        _clients.append(Client(place, label=re.sub(r"\s+", " ", label)))
+        _clients.append(Client(place, label=label))
         return _clients[0]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(

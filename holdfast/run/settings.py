@@ -85,15 +85,6 @@ class Settings:
         """The order of the run's samples."""
         return self.data.order(global_batch=self.global_batch, micro_batch=self.micro_batch, seed=self.seed)
 
-    @property
-    def shape(self) -> str:
-        """Settings that may differ from run to run, but not from worker to worker, in words."""
-        memory, update = self.placement.memory, self.numerics.update
-        return (
-            f"tolerate {self.tolerate}, stages {self.stages}, memory {memory}, update {update}, "
-            f"log {self.log}, sync {self.sync}"
-        )
-
     def _check_functions(self) -> None:
         if not isinstance(self.layers, nn.Module | Iterable | CutModel):
             raise UsageError("layers must be torch modules", hint="a module, nn.Sequential or a list of modules")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.cluster import tags
+from holdfast.cluster.pulse import PULSE
 from holdfast.sync.peers import Peers
 
 BUCKET_BYTES = 4 * 2**20  # so that averaging one bucket overlaps with sending the next
@@ -99,7 +100,8 @@ class Averaging:
 
     def _join(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            with PULSE.at("helper"):
+                self._thread.join()
             self._thread = None
 
     # --- the exchange ----------------------------------------------------------------------------

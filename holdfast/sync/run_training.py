@@ -18,6 +18,7 @@ import torch
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
+from holdfast.cluster.pulse import PULSE
 from holdfast.cluster.texts import Texts
 from holdfast.commit.cohort import Cohort
 from holdfast.commit.operation import Begin, refuse_to_differ
@@ -81,6 +82,7 @@ class RunTraining:
         self._layout: Layout = engine.layout
         self._aside: Group | None = None  # while the engine computes as if this replica were the only one
         self._begun = False  # this replica has got a state to train from
+        self._has_stepped = False  # it has made a step apart in this generation: the first one may take long
         self._loss = 0.0
         cohort.on_enter(self._enter)
 
@@ -132,6 +134,7 @@ class RunTraining:
     def _enter(self, generation: Generation, settlement: Settlement) -> None:
         group = self._cohort.group
         assert group is not None
+        self._has_stepped = False
         begins = settlement.begins is not None
         # A worker that got the state in a generation which broke before this call is no newcomer in the next one.
         if begins or generation.workers[group.rank] in settlement.newcomers or not self._begun:
@@ -215,7 +218,9 @@ class RunTraining:
                 self._meet_between()
                 continue  # others may have come or gone: all meet once more
             try:
-                decision = self._try(number)
+                with PULSE.at("step" if self._has_stepped else "operation"):
+                    decision = self._try(number)
+                self._has_stepped = True
             except Broken:
                 self._engine.drop()
                 self._cohort.rejoin()

@@ -18,6 +18,7 @@ import torch
 
 from holdfast.checks import whole
 from holdfast.cluster import tags
+from holdfast.cluster.pulse import PULSE
 from holdfast.errors import UsageError
 from holdfast.sync.packed import Packed
 from holdfast.sync.peers import Peers
@@ -135,7 +136,8 @@ class Pushes:
     def _wait(self, least: int) -> None:
         """Wait until ``least`` updates of each of the others have come; add all that have come to the parameters."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or all(p.heard >= least for p in self._peer.values()))
+            with PULSE.at("wait"):
+                self._changed.wait_for(lambda: self._error or all(p.heard >= least for p in self._peer.values()))
             came = [part for peer in self._peer.values() for part in peer.take()]
             heard = min((peer.heard for peer in self._peer.values()), default=0)
         for part in came:

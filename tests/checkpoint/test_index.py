@@ -17,6 +17,7 @@ from holdfast.checkpoint import index, open_checkpoint, save
 from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Stored, TensorEntry, row_major, whole
 from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS, array_of, write_safetensors
 from holdfast.errors import CheckpointError
+from tests.checkpoint.bounded import bounded
 from tests.checkpoint.cases import (
     Change,
     blocks,
@@ -287,6 +288,8 @@ HOSTILE: dict[str, Change] = {
     "a tree with a dict for a key": lambda said: said["tree"].update(x={"$items": [[{}, 1]]}),
     "a tree with bytes that are none": lambda said: said["tree"].update(x={"$bytes": "a"}),
     "tied to nothing": lambda said: said.update(tied={"a": 5}),
+    "a time that is none": lambda said: said["details"].update(saved=1e300),
+    "sentences that are numbers": lambda said: said["details"].update(left_out=[1]),
     "frozen numbers": lambda said: said.update(frozen=[1]),
 }
 
@@ -330,3 +333,20 @@ def test_an_index_that_is_no_index(tmp_path: Path, body: bytes) -> None:
     saved(tmp_path)
     rewrite_text(tmp_path, body)
     assert str(tmp_path / index.NAME) in refusal(tmp_path)
+
+
+def test_an_index_of_many_pieces_takes_little_time(tmp_path: Path) -> None:
+    """80 kB, in the order that leaves the most gaps: 23 seconds when each piece was taken out of what was left."""
+
+    def cut(said: dict[str, Any]) -> None:
+        number, offset, _, _ = weight(said)["pieces"][0]
+        rows = [*range(0, count, 2), *range(1, count, 2)][missing:]
+        weight(said).update(shape=[count], dtype="uint8", pieces=[[number, offset + row, [row], [1]] for row in rows])
+
+    count = 5000
+    for missing in (0, 1, 1000):
+        save(tmp_path, {"model": {"weight": torch.ones(count, dtype=torch.uint8)}})
+        rewrite(tmp_path, cut)
+        assert (tmp_path / index.NAME).stat().st_size < 100_000
+        said = bounded(lambda: len(index.open(tmp_path).tensors), memory=200 << 20, seconds=8)
+        assert said == "1" if not missing else "no piece holds" in said or "too many places" in said, said

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -347,3 +348,24 @@ def test_ls_of_a_relative_path_is_that_of_an_absolute_one(tmp_path: Path, monkey
     assert [one.path for one in relative] == [Path("run/step-00000001"), Path("run/step-00000002")]
     assert [one.path for one in absolute] == [tmp_path / one.path for one in relative]
     assert [one.newest for one in relative] == [False, True]
+
+
+def test_names_in_a_checkpoint_do_not_steer_the_terminal(holdfast, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"model": {"w\x1b[2J\u202e": torch.ones(2)}, "note": "\x1b]0;title\x07"})
+    said = holdfast("inspect", tmp_path / "a")
+    assert said.code == 0
+    assert "w\\x1b[2J\\u202e" in said.out
+    assert not {"\x1b", "\x07", "\u202e"} & {*said.out}
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "ls"])
+def test_a_pickle_that_wants_all_memory_is_one_sentence(holdfast, tmp_path: Path, command: str) -> None:
+    (tmp_path / "a.pt").write_bytes(b"")
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02}X\x05\x00\x00\x00model(" + b"]" * 100_000 + b"ls.")
+        archive.writestr("a/version", b"3\n")
+    said = holdfast(command, tmp_path / "a.pt")
+    text = said.out if command == "ls" else said.err  # a list names what is wrong, and goes on
+    assert said.code == (0 if command == "ls" else 4)
+    assert "a.pt" in text
+    assert "repeats its own parts" in " ".join(text.split())

@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.cluster.generations import LAST_WORDS_SECONDS, RosterSettings
 from holdfast.cluster.membership import Standing
+from holdfast.cluster.pulse import Still
 from holdfast.cluster.register import EVENTS, HANG_UP, Sent
 from holdfast.cluster.roster import Connected, Disconnected, Heard, Roster, Tick
 from holdfast.commit.settle import judge
@@ -42,7 +43,7 @@ class Table:
 
     def worker(self, number: int, *, connection: int | None = None, **hello: Any) -> list[Sent]:
         shown: Standing | None = hello.pop("standing", standing(boundary=True, units=1))
-        words = {"address": "", "label": "a test", "host": "0", "generation": None, "finished": False}
+        words = {"address": "", "label": {"what": "a test"}, "host": "0", "generation": None, "finished": False}
         words |= {"committed": False, "standing": None if shown is None else shown.to_json(), "worker": f"0.{number}"}
         words["incarnation"] = f"process {number}"
         return self.connect(number if connection is None else connection, role="worker", **words | hello)
@@ -265,6 +266,73 @@ def test_silence_is_a_loss_and_the_process_is_killed() -> None:
     assert "regroup" in to(sent, 0)
 
 
+def hang(table: Table, seconds: float, stills: dict[int, str], **starting: float) -> list[Sent]:
+    """Let time pass while these workers beat and stay where they are, without a sign of progress."""
+    until, begin, sent = table.now + seconds, table.now, []
+    while table.roster.deadline <= until and not table.roster.stopped:
+        table.now = table.roster.deadline
+        for number, where in stills.items():
+            report = Still(where=where, seconds=table.now - begin)  # type: ignore[arg-type]
+            sent += table.hear(number, "beat", doing=(7, "step"), still=report.to_json())
+        ages = {name.replace("_", "."): age + table.now - begin for name, age in starting.items()}
+        sent += table.hear(100, "beat", starting=ages)
+        sent += table._step(Tick())
+    table.now = until
+    return sent
+
+
+def killed(sent: list[Sent]) -> list[Message]:
+    return [message for recipient, message in sent if recipient == 100 and message["type"] == "kill"]
+
+
+def test_a_worker_that_hangs_while_it_beats_is_a_loss_and_is_killed_once() -> None:
+    table = Table(3, step_timeout="60:600")
+    sent = hang(table, 300.0, {0: "wait", 1: "step", 2: "wait"})
+    (kill,) = killed(sent)
+    assert kill["worker"] == "0.1"
+    assert kill["cause"].startswith("stuck: no sign of progress for 6")
+    assert kill["details"].items() >= {"operation": 7, "kind": "step", "limit": 60.0}.items()
+    assert logged(sent) == ["failure"]
+    assert to(sent, 0).count("regroup") == to(sent, 2).count("regroup") == 1
+    assert (1, HANG_UP) not in sent, "it would connect again, and end before it shows its stacks"
+    table.show(0, operation=7, broken=True)
+    table.show(2, operation=7, broken=True)
+    assert table.roster.members == ["0.0", "0.2"]
+
+
+def test_by_default_a_slow_script_has_half_an_hour() -> None:
+    table = Table(2)
+    assert killed(hang(table, 1795.0, {0: "wait", 1: "script"})) == []
+    assert [kill["worker"] for kill in killed(hang(Table(2), 1810.0, {0: "wait", 1: "script"}))] == ["0.1"]
+
+
+def test_a_worker_that_never_connects_is_killed_if_another_has() -> None:
+    table = Table(0)
+    table.hear(100, "slots", slots=2)
+    assert killed(hang(table, 4000.0, {}, **{"0_0": 0.0, "0_1": 0.0})) == [], "a script need not make a Run"
+    table.worker(0)
+    (kill,) = killed(hang(table, 100.0, {0: "wait"}, **{"0_1": 4000.0}))
+    assert kill["worker"] == "0.1"
+    assert kill["details"]["kind"] == "start"
+
+
+def test_a_limit_that_is_set_holds_for_workers_that_never_connect() -> None:
+    table = Table(0, step_timeout="10:20")
+    assert [kill["worker"] for kill in killed(hang(table, 30.0, {}, **{"0_0": 0.0}))] == ["0.0"]
+
+
+def test_members_that_all_wait_for_each_other_begin_another_generation() -> None:
+    table = Table(2, step_timeout="60:600")
+    sent = hang(table, 700.0, {0: "wait", 1: "wait"})
+    assert killed(sent) == []
+    assert logged(sent) == ["stalled"]
+    assert to(sent, 0).count("regroup") == to(sent, 1).count("regroup") == 1
+    for number in (0, 1):
+        table.show(number, operation=7, broken=True)
+    assert table.roster.generation is not None
+    assert table.roster.generation.number == 2
+
+
 def test_nobodys_silence_counts_when_the_roster_was_asleep_itself() -> None:
     table = Table(2, heartbeat_timeout=5.0)
     table.now += 60.0
@@ -295,11 +363,67 @@ def test_without_survivors_a_run_with_checkpoints_begins_again() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("standing", {}), ("standing", {"generation": 1, "standing": {"nonsense": 1}}), ("progress", {}), ("beat", {})],
+    [
+        ("standing", {}),
+        ("standing", {"generation": 1, "standing": {"nonsense": 1}}),
+        ("progress", {}),
+        ("beat", {}),
+        ("beat", {"doing": None, "still": {}}),
+    ],
 )
 def test_a_malformed_message_costs_its_sender_the_connection(kind: str, message: Message) -> None:
     table = Table(2)
     sent = table.hear(1, kind, **message)
+    assert logged(sent) == ["protocol-error"]
+    assert (1, HANG_UP) in sent
+    assert not table.roster.stopped
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def told(sent: list[Sent], connection: int) -> str:
+    """The text with which a worker is refused, if it is."""
+    texts = [message["message"] for recipient, message in sent if recipient == connection and message.get("refused")]
+    return "".join(texts)
+
+
+def test_a_worker_with_another_label_is_refused_by_the_name_of_what_differs() -> None:
+    table = Table(2)
+    sent = table.worker(2, label={"what": "a test", "seed": "1", "rate": "0.1"})
+    assert not told(sent, 2), "nobody else has a seed or a rate"
+    sent = table.worker(3, label={"rate": "0.2", "what": "a test"})
+    assert "worker 0.3 does not train the same as 0.2: rate is 0.2 against 0.1 (" in told(sent, 3)
+    assert (3, HANG_UP) in sent
+    assert "0.3" not in table.roster.workers
+
+
+def test_a_refused_joiner_ends_neither_the_run_nor_the_generation() -> None:
+    table = Table(2)
+    table.worker(2, label={"what": "another test"})
+    error = {"text": "refused", "code": 2, "final": True, "refused": True}
+    sent = table.hear(100, "exit", **report("0.2", 2) | {"error": error})
+    assert not table.roster.stopped
+    assert logged(sent) == ["exit"]
+    assert table.roster.members == ["0.0", "0.1"]
+
+
+def test_a_joiner_that_came_before_a_member_was_back_is_refused_then() -> None:
+    """The coordinator was restarted: the first who comes is compared with nobody."""
+    known = Table(2).roster.generation
+    assert known is not None
+    table = Table(0)
+    assert not told(table.worker(5, label={"what": "another test"}), 5)
+    sent = table.worker(0, standing=None, generation=known.to_json())
+    assert "worker 0.5 does not train the same as 0.0: what is another test against a test" in told(sent, 5)
+    assert list(table.roster.workers) == ["0.0"]
+    assert not told(table.worker(1, standing=None, generation=known.to_json()), 1)
+
+
+@pytest.mark.parametrize("label", [None, "text of an older version", 7, ["a"]])
+def test_a_malformed_label_costs_its_sender_the_connection(label: Any) -> None:
+    table = Table(1)
+    sent = table.worker(1, label=label)
     assert logged(sent) == ["protocol-error"]
     assert (1, HANG_UP) in sent
     assert not table.roster.stopped

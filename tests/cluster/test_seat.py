@@ -17,7 +17,7 @@ def generation(number: int) -> Generation:
 
 @pytest.fixture
 def seat() -> Seat:
-    return Seat(worker="0.0", address="127.0.0.1", host="0", label="a test")
+    return Seat(worker="0.0", address="127.0.0.1", host="0", label={"what": "a test"})
 
 
 def enter(seat: Seat, number: int) -> None:
@@ -27,7 +27,7 @@ def enter(seat: Seat, number: int) -> None:
 
 def test_the_hello_of_a_new_worker_knows_nothing(seat: Seat) -> None:
     hello = seat.hello()
-    assert (hello["role"], hello["worker"], hello["host"], hello["label"]) == ("worker", "0.0", "0", "a test")
+    assert (hello["role"], hello["worker"], hello["host"], hello["label"]) == ("worker", "0.0", "0", {"what": "a test"})
     assert (hello["generation"], hello["standing"], hello["finished"], hello["committed"]) == (None, None, False, False)
 
 

@@ -49,6 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sweep(metafunc, "strike", ALL, SOME)
     sweep(metafunc, "changed", list(POLICIES), ["overlap"])
     sweep(metafunc, "policy", list(POLICIES), ["target"])
+    sweep(metafunc, "deadlocked", list(POLICIES), ["local", "ssp"])
 
 
 def assert_survived(trial: Trial, policy: str, lost: set[str], *, workers: int = 3, steps: int = STEPS) -> None:
@@ -101,6 +102,15 @@ def test_hang(tmp_path: Path, policy: str, phase: str) -> None:
     step = " step=4" if phase == "forward" else ""
     trial = train(tmp_path, policy, faults=f"stop worker=0.1{step} phase={phase}", heartbeat_timeout=1.0)
     assert_survived(trial, policy, {"0.1"})
+
+
+def test_a_deadlock(tmp_path: Path, deadlocked: str) -> None:
+    """Its heartbeats come, and for a while the others train on without it."""
+    faults = "lock worker=0.1 step=4 phase=forward"
+    trial = train(tmp_path, deadlocked, faults=faults, step_timeout="2.5:30")
+    assert_survived(trial, deadlocked, {"0.1"})
+    (event,) = trial.result.of("stuck")
+    assert (event["worker"], event["limit"]) == ("0.1", 2.5)
 
 
 # --- joins and leaves ------------------------------------------------------------------------------------

@@ -158,6 +158,33 @@ def test_if_all_are_damaged_nobody_starts_afresh(tmp_path: Path) -> None:
         resume(tmp_path, PARTS[1])
 
 
+OLD = "parameters 3, numerics exact, clip_norm None, seed 7, threads 1, torch 2.13.0, cpu AVX512"
+
+
+@pytest.mark.parametrize(
+    ("before", "warned"),
+    [
+        ({"what": "a test"}, ""),
+        ({"what": "another", "gone": "1"}, "what is a test, before it was another"),
+        ({"gone": "1"}, ""),
+        ({}, ""),
+        (OLD, ""),
+    ],
+    ids=["same", "different", "other facts", "none", "a text, as in older checkpoints"],
+)
+def test_a_run_that_is_not_as_it_was_saved_is_resumed_with_a_warning(
+    tmp_path: Path, caplog: Any, before: Any, warned: str
+) -> None:
+    def label(rank: int, state: State) -> None:
+        state.progress.label = before
+
+    save_parts(tmp_path, PARTS[1], meddle=label)
+    states = resume(tmp_path, PARTS[1])
+    assert [state.progress.step for state in states] == [3, 3]
+    assert all(state.progress.label == {"what": "a test"} for state in states), "the next checkpoint has the new one"
+    assert [warned] * bool(warned) == [text.partition(": ")[2] for text in caplog.messages], "one says it for all"
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
     assert not resumer(tmp_path / "new", whole()).resume()

@@ -77,7 +77,7 @@ def whole(
     """A state that is held whole, after some steps with made-up gradients."""
     model = LayeredModel(module or plain(seed), seed=0, device=CPU)
     update = Update(model.trainable, OPTIMIZERS[optimizer], schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 2))
-    state = State(model, update, Progress(label="a test", results={"after 0/0": 0.5}), exact=exact)
+    state = State(model, update, Progress(label={"what": "a test"}, results={"after 0/0": 0.5}), exact=exact)
     return train(state, steps)
 
 

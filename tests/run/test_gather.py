@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 from holdfast.checkpoint import load
-from holdfast.checkpoint.disk import BLOCK
+from holdfast.checkpoint.disk import BLOCK, write_blocks
 from holdfast.cluster import tags
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.state import State
 from holdfast.errors import Broken, HoldfastError, UsageError
+from holdfast.run import gather
 from holdfast.run.gather import gather_sha256, write_model
 from tests.run.parts import CPU, PARTS, Parts, keep, on_workers, plain, whole
 
@@ -175,9 +178,40 @@ def test_a_loss_in_the_middle_leaves_the_old_file_and_nothing_else(tmp_path: Pat
 
 
 def test_what_a_killed_writer_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / ".model.unfinished").write_text("half")
+    for name in (".model.unfinished", ".model.0123456789ab.unfinished"):
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, times=(0, 0))
+    (tmp_path / ".other.0123456789ab.unfinished").write_text("of another file")
+    (tmp_path / ".model.ba9876543210.unfinished").write_text("somebody writes this just now")
     write(tmp_path / "model", PARTS[0], states_of(PARTS[0]))
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"model", ".other.0123456789ab.unfinished", ".model.ba9876543210.unfinished"}
+
+
+def test_the_name_of_an_unfinished_file_cannot_be_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link under a name that can be foreseen would have the model written over what it leads to."""
+    seen: list[Path] = []
+
+    def watched(path: Path, *args: Any, **options: Any) -> Any:
+        seen.append(path)
+        return write_blocks(path, *args, **options)
+
+    monkeypatch.setattr(gather, "write_blocks", watched)
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".model.unfinished").symlink_to(tmp_path / "victim")
+    for _ in range(2):
+        write(tmp_path / "model", PARTS[0], states_of(PARTS[0]))
+    first, second = seen
+    assert first != second
+    assert all(re.fullmatch(r"\.model\.[0-9a-f]{12}\.unfinished", path.name) for path in seen)
+    assert (tmp_path / ".model.unfinished").is_symlink(), "what another has put there is not touched"
+    assert (tmp_path / "victim").read_text() == "precious"
+    old = os.umask(0o077)
+    try:
+        write(tmp_path / "private", PARTS[0], states_of(PARTS[0]))
+    finally:
+        os.umask(old)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from holdfast.cluster import wire
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.generations import RosterSettings
 from holdfast.cluster.membership import Generation, Standing, machine_of, new_incarnation
+from holdfast.cluster.pulse import Still, Where
 from holdfast.cluster.register import EVENTS, HANG_UP
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
@@ -22,6 +23,7 @@ from holdfast.errors import Broken, HoldfastError
 from tests.world.fibers import Scheduler
 
 HEARTBEAT = 5.0
+STEP_TIMEOUT = "20:60"  # simulated seconds without a sign of progress, in a step and elsewhere
 PATIENCE = 30.0  # simulated seconds for which a worker waits for a coordinator that is gone
 RETRY = 0.05  # simulated seconds between two tries to connect
 REPLACE_AFTER = 2.0  # as the agent's REPLACE_AFTER_SECONDS
@@ -128,7 +130,7 @@ class Coordinator:
 
     def start(self) -> None:
         names = {"run": self._run, "life": new_incarnation(), "first_host": 1000 * self._starts}
-        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, **names, **self._settings)
+        settings = RosterSettings(heartbeat_timeout=HEARTBEAT, step_timeout=STEP_TIMEOUT, **names, **self._settings)
         self._starts += 1
         self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
         self._set_timer()
@@ -246,7 +248,7 @@ class Client:
 
     def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
         self.worker = name
-        self.seat = Seat(worker=name, address="", host=host, label="a world", incarnation=new_incarnation())
+        self.seat = Seat(worker=name, address="", host=host, label={"what": "a world"}, incarnation=new_incarnation())
         self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
         self._line: Line | None = None
         self._heard = self._alone_since = 0.0
@@ -281,8 +283,14 @@ class Client:
             if self._scheduler.now - self._heard > HEARTBEAT:
                 self._line.give_up()
             else:
-                self._line.send(self.seat.beat())
+                self._line.send(self.seat.beat() | {"still": self._still().to_json()})
         self._scheduler.later(HEARTBEAT / 5, self._beat)
+
+    def _still(self) -> Still:
+        """As ``cluster.pulse`` reports it. A fiber that waits without a limit waits for others."""
+        fiber = self._process.fiber
+        where: Where = "wait" if fiber.until is None and not fiber.stuck else "step"
+        return Still(where=where, seconds=self._scheduler.now - fiber.since)
 
     def _send(self, message: Message) -> None:
         if self._line is not None and not self._process.dead:

@@ -31,6 +31,8 @@ class Fiber:
         self.finished = False
         self.error: BaseException | None = None
         self.doomed = False
+        self.stuck = False  # in a deadlock or an endless loop: it never gets on, while the rest of its process lives
+        self.since = scheduler.now  # when it last got on
         self._scheduler, self._work = scheduler, work
         self._go = threading.Semaphore(0)
         self.ready: Ready = lambda: True
@@ -53,6 +55,7 @@ class Fiber:
 
     def resume(self) -> None:
         """Let it run until it waits again. Called by the scheduler."""
+        self.since = self._scheduler.now
         self._go.release()
         self._scheduler.back.acquire()
 
@@ -111,7 +114,7 @@ class Scheduler:
     def _runs(self, fiber: Fiber) -> bool:
         if fiber.doomed:
             return True
-        if getattr(fiber.owner, "frozen", False):
+        if fiber.stuck or getattr(fiber.owner, "frozen", False):
             return False
         return fiber.ready() or (fiber.until is not None and fiber.until <= self.now)
 
@@ -124,7 +127,8 @@ class Scheduler:
                 self.switches += 1
                 self.chance.choice(ready).resume()
                 continue
-            ends = [f.until for f in self.fibers if f.until is not None and not getattr(f.owner, "frozen", False)]
+            moving = [f for f in self.fibers if not f.stuck and not getattr(f.owner, "frozen", False)]
+            ends = [f.until for f in moving if f.until is not None]
             first = self._timers[0][0] if self._timers else None
             if not ends and first is None:
                 raise Stalled("everybody waits")

@@ -48,6 +48,7 @@ FAULTS = (
     "separate",
     "isolate",
     "head",
+    "deadlock",
 )
 
 
@@ -247,9 +248,9 @@ def fate_of(plan: Plan) -> Fate:
 def strike(world: World, process: Process, kind: str) -> None:
     chance = world.scheduler.chance
     others = [each for each in world.alive if each is not process]
-    if kind in ("kill another", "kill two", "hang") and others:
+    if kind in ("kill another", "kill two", "hang", "deadlock") and others:
         other = chance.choice(others)
-        world.freeze(other) if kind == "hang" else other.kill()
+        {"hang": world.freeze, "deadlock": world.deadlock}.get(kind, Process.kill)(other)
     if kind in ("kill", "kill two"):
         process.kill()
     elif kind == "lines":

@@ -52,8 +52,8 @@ class Process:
         self.points = 0
         self._world, self._agent = world, agent
         self.run: Run | None = None
-        self.client = Client(self, world.coordinator, name=name, host=str(agent.host))
         self.fiber = world.scheduler.spawn(name, self._live, self)
+        self.client = Client(self, world.coordinator, name=name, host=str(agent.host))
 
     def _live(self) -> None:
         code, error = 1, None
@@ -189,6 +189,11 @@ class World:
                 process.client.thawed()
 
         self.scheduler.later(seconds, wake)
+
+    def deadlock(self, process: Process) -> None:
+        """Its training thread never gets on; its heartbeats still come."""
+        self.log("stuck-at", worker=process.name)
+        process.fiber.stuck = True
 
     def freeze(self, process: Process) -> None:
         """SIGSTOP: it is there, and does nothing."""

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -15,10 +17,11 @@ from types import ModuleType
 
 from holdfast.checkpoint import series
 from holdfast.checkpoint.disk import explained
+from holdfast.checkpoint.inside import check_inside
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.rules import Rules
 from holdfast.checkpoint.rules.renaming import renamed
-from holdfast.errors import CheckpointError, UsageError
+from holdfast.errors import CheckpointError, HoldfastError, UsageError
 
 # By the names that users give; tried in this order, formats with unmistakable files first.
 _MODULES = {
@@ -31,6 +34,8 @@ _MODULES = {
     "torch": "holdfast.checkpoint.formats.torchsave",
     "fragments": "holdfast.checkpoint.formats.fragments",
 }
+_SENTENCE = 2000  # characters of an error: a name or a value in a file may be as long as the file
+_DISTRUST = "it is damaged; copy it again, or do not trust it"
 
 
 def format_of(name: str) -> ModuleType:
@@ -69,12 +74,38 @@ def open_checkpoint(
             f"{place} is a checkpoint ({chosen}) and has {newest.name} in it", hint="name one of them"
         )
     if newest is not None and format is None:
+        check_inside(newest, place)
         place, chosen = newest, recognise(newest)
     if chosen is None:
         raise CheckpointError(f"{place} is not a checkpoint of a known format", hint=f"known are {', '.join(_MODULES)}")
     module = format_of(chosen)
-    if rules is None:
-        return module.open(place)
-    if "rules" in signature(module.open).parameters:
-        return module.open(place, rules=rules)
-    return renamed(module.open(place), rules)  # its layout is known: rules can only rename
+    with only_named_errors(place, chosen):
+        if rules is None:
+            return module.open(place)
+        if "rules" in signature(module.open).parameters:
+            return module.open(place, rules=rules)
+        return renamed(module.open(place), rules)  # its layout is known: rules can only rename
+
+
+@contextmanager
+def only_named_errors(place: Path, format: str) -> Iterator[None]:
+    """Turns whatever a checkpoint's content makes a reader raise into a ``CheckpointError``.
+
+    Readers check what they use. But a file may hold any value in the place of any other, and what follows from that
+    is the file's fault, not the user's.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if len(str(error)) <= _SENTENCE:
+            raise
+        raise CheckpointError(f"{str(error)[:_SENTENCE]}…") from error
+    except HoldfastError:
+        raise
+    except RecursionError as error:
+        raise CheckpointError(f"{place} is refused: it is nested too deeply", hint=_DISTRUST) from error
+    except MemoryError as error:
+        raise CheckpointError(f"{place} needs more memory than there is", hint=_DISTRUST) from error
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, OSError) as error:
+        said = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{place} is not a readable {format} checkpoint, {said}", hint=_DISTRUST) from error

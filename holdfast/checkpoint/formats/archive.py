@@ -84,6 +84,7 @@ class Archive:
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
             raise CheckpointError(f"{where} is cut off or damaged: {error}", hint="copy it again") from error
         self._records = {info.filename: info for info in infos}
+        self._spans: dict[str, StorageSpan] = {}  # a pickle may ask for one record again and again
         if len(self._records) < len(infos):
             raise CheckpointError(f"{where} has two records of the same name", hint=DAMAGED)
         pickles = [name for name in self._records if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -98,9 +99,14 @@ class Archive:
 
     def span(self, name: str) -> StorageSpan:
         """The bytes of a record in the file; ``CheckpointError`` if it is not there, compressed or cut off."""
+        if name not in self._spans:
+            self._spans[name] = self._find(name)
+        return self._spans[name]
+
+    def _find(self, name: str) -> StorageSpan:
         info = self._records.get(self._prefix + name)
         if info is None:
-            raise CheckpointError(f"{self._where} has no record {name}", hint=DAMAGED)
+            raise CheckpointError(f"{self._where} has no record {name[:200]}", hint=DAMAGED)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise CheckpointError(
                 f"{self._where}: record {name} is compressed or encrypted", hint="unpack and zip it -0"

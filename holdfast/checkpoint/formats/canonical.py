@@ -246,12 +246,16 @@ def _split_name(text: str, model: set[str]) -> tuple[str, list[str]]:
 
 def _regrouped(settings: Mapping[str, Tree], state: Mapping[str, Tree]) -> list[Tree]:
     """Parameters with the same settings are one group; which groups there were is not in the file."""
-    groups: list[Tree] = []
+    groups: dict[str, Tree] = {}  # by their settings as text: comparing each with each takes long where there are many
     for name in {**settings, **state}:
         wanted = settings.get(name, {})
-        group = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == wanted), None)
-        if group is None:
-            group = {"params": [], **wanted}
-            groups.append(group)
-        group["params"].append(name)
-    return groups
+        key = repr(sorted(((str(key), _equal(value)) for key, value in wanted.items()), key=lambda item: item[0]))
+        groups.setdefault(key, {"params": [], **wanted})["params"].append(name)
+    return list(groups.values())
+
+
+def _equal(value: Any) -> Any:
+    """A value whose text is that of equal values: 1, 1.0 and True are equal."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_equal, value))
+    return float(value) if isinstance(value, bool | int) and abs(value) < 1 << 53 else value

@@ -96,13 +96,15 @@ def read_items(path: Path) -> tuple[dict[str, Any], DcpTable]:
         hint = "it is written last: the save was not completed, or the file was not copied"
         raise CheckpointError(f"{path / NAME} is missing", hint=hint)
     table = read_table(path)
+    for name, logical in table.items.items():
+        if logical is not None:
+            check_tiling(logical.boxes, logical.shape, name=name, where=path / NAME)
     parts = dict(_read_parts(path, table))
     items: dict[str, Any] = {}
     for name, logical in table.items.items():
         if logical is None:
             items[name] = parts[name, None]
             continue
-        check_tiling(logical.boxes, logical.shape, name=name, where=path / NAME)
         pieces = tuple(Piece(box=box, stored=parts[name, box.offset]) for box in logical.boxes)
         items[name] = TensorEntry(shape=logical.shape, dtype=logical.dtype, pieces=pieces)
     return items, table
@@ -118,7 +120,7 @@ def read_table(path: Path) -> DcpTable:
     try:
         return _table(found.fields, where)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} is not a table of DCP: {error!r}", hint=_INCOMPLETE) from error
+        raise CheckpointError(f"{where} is not a table of DCP: {error!r:.300}", hint=_INCOMPLETE) from error
 
 
 def _table(fields: dict[str, Any], where: Path) -> DcpTable:
@@ -178,10 +180,13 @@ def _read_parts(path: Path, table: DcpTable) -> Iterator[tuple[tuple[str, Shape 
             parts = _Parts(source=source)
             for place, name, box in (first, *rest):
                 logical = table.items[name]
+                found: Any
                 if logical is None or box is None:
-                    yield (name, None), source.load(offset=place.offset, length=place.length, name=name)
+                    found = source.load(offset=place.offset, length=place.length, name=name)
                 else:
-                    yield (name, box.offset), parts.tensor(place, name, box, logical.dtype)
+                    found = parts.tensor(place, name, box, logical.dtype)
+                parts.take(place, name, tensor=box is not None)
+                yield (name, None if box is None else box.offset), found
 
 
 @dataclass(kw_only=True)
@@ -190,13 +195,29 @@ class _Parts:
 
     source: PickleFile
     headers: dict[int, Header] = field(default_factory=dict)
+    last: ByteRange | None = None  # the zip before
+    tensors: dict[ByteRange, Any] = field(default_factory=dict)  # tied tensors are one zip under several names
+
+    def take(self, place: ByteRange, name: str, *, tensor: bool) -> None:
+        """Refuses a zip that shares bytes with the one before: it would be read anew under every name it has."""
+        if self.is_zip(place):
+            last, self.last = self.last, place
+            if last is not None and place.offset < last.offset + last.length and not (tensor and last == place):
+                reason = f"{self.source.path}: {name} lies at byte {place.offset}, inside of what comes before it"
+                raise CheckpointError(reason, hint=_INCOMPLETE)
+
+    def is_zip(self, place: ByteRange) -> bool:
+        """Whether a zip begins at a place; else it is a file of safetensors, which all its tensors share."""
+        with self.source.window(max(place.offset, 0), 4) as begin:
+            return begin.read(4) == ZIP
 
     def tensor(self, place: ByteRange, name: str, box: Box, dtype: torch.dtype) -> Stored:
         """The array of one box; ``CheckpointError`` if it is not what the table says."""
-        with self.source.window(place.offset, 4) as begin:
-            zipped = begin.read(4) == ZIP
-        if zipped:
-            stored = self.source.load(offset=place.offset, length=place.length, name=name)
+        if place in self.tensors:
+            stored = self.tensors[place]
+            self.source.claim(stored)
+        elif self.is_zip(place):
+            stored = self.tensors[place] = self.source.load(offset=place.offset, length=place.length, name=name)
         else:  # torch's SerializationFormat.SAFETENSORS: all tensors of a file in one, at the place of each
             if place.offset not in self.headers:
                 self.headers[place.offset] = read_header(self.source, offset=place.offset)

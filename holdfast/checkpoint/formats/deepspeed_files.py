@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.checkpoint.inside import check_inside, read_pointer
 from holdfast.errors import CheckpointError
 
 # The hint of errors about missing files.
@@ -88,8 +89,8 @@ def tag_folder(path: Path, pointer: str, *, anywhere: bool = False) -> Path:
     try:
         if not latest.is_file():
             return path
-        tag = latest.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        tag = read_pointer(latest)
+    except OSError as error:
         raise CheckpointError(f"{latest} cannot be read: {error}") from error
     if not anywhere and (tag in ("", ".", "..") or Path(tag).name != tag):
         raise CheckpointError(
@@ -99,6 +100,8 @@ def tag_folder(path: Path, pointer: str, *, anywhere: bool = False) -> Path:
         raise CheckpointError(
             f"{latest} names {tag[:300]}, but there is no such folder", hint="give the folder of a tag"
         )
+    if not anywhere:
+        check_inside(path / tag, path)
     return path / tag
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.formats.deepspeed_states import Column
+from holdfast.checkpoint.formats.linear_regex import compiled
 from holdfast.checkpoint.pieces import Box, Piece, Shape, TensorEntry, name_of, path_of, row_major
 from holdfast.checkpoint.rules import Fragment, Partial, Pattern, Replicate, Rule, Rules, Shard, merge
 from holdfast.errors import CheckpointError, UsageError
 
+_TRIED = 3_000_000  # patterns times tensors; some seconds
 GIVE_RULES = "pass rules that say replicate or shard for it, see docs/checkpoint-rules.md"
 
 
@@ -32,6 +34,7 @@ def join_columns(columns: Sequence[Column], info: Mapping[str, Any], rules: Rule
     for part in parts:
         if strange := set(part) ^ set(parts[0]):
             raise CheckpointError(f"{where}: only some tensor-parallel ranks have {min(strange)}", hint=GIVE_RULES)
+    _check_work(first, info, where)
     maps = {} if rules is not None else {name: found for name in first.weights if (found := _affine(info, name))}
     joined = {
         name: _placed([part[name] for part in parts], maps[key], key)
@@ -55,6 +58,16 @@ def join_columns(columns: Sequence[Column], info: Mapping[str, Any], rules: Rule
             raise
         raise CheckpointError(f"{where} does not say how its tensors are cut: {error}", hint=GIVE_RULES) from error
     return renamed(_filled(first, {old: joined[name] for old, name in new.items()}), _by_key(new))
+
+
+def _check_work(column: Column, info: Mapping[str, Any], where: Path) -> None:
+    """Refuses lists of patterns that are so long that trying all of them would take long."""
+    lists = [value for value in info.values() if isinstance(value, list | dict)]
+    patterns = sum(map(len, lists)) + len((info.get("affine_map") or {}).get("params") or {})
+    patterns += sum(len(fused["patterns"]) for fused in info.get("parameter_with_sub_params") or [])
+    if patterns * len(column.weights) > _TRIED:
+        reason = f"{where} has {patterns} patterns for {len(column.weights)} tensors, which take long to try"
+        raise CheckpointError(reason, hint=GIVE_RULES)
 
 
 def _filled(column: Column, entries: Mapping[str, TensorEntry]) -> Column:
@@ -106,9 +119,9 @@ def pattern_of(name: str, info: Mapping[str, Any]) -> Pattern:
     1
     """
     for pattern, reason in (info.get("autotp_unsupported_parameter_patterns") or {}).items():
-        if re.match(pattern, name):
+        if compiled(pattern).match(name):
             raise CheckpointError(f"{name} cannot be joined, says DeepSpeed: {reason}", hint=GIVE_RULES)
-    on: Callable[[str], bool] = lambda key: any(re.match(pattern, name) for pattern in info.get(key) or [])  # noqa: E731
+    on: Callable[[str], bool] = lambda key: any(compiled(pattern).match(name) for pattern in info.get(key) or [])  # noqa: E731
     if on("tp_replicated_parameter_patterns"):
         return Replicate()
     if on("parameter_to_average_patterns"):
@@ -117,7 +130,7 @@ def pattern_of(name: str, info: Mapping[str, Any]) -> Pattern:
         return Shard(dim=0, parts=2)
     for fused in info.get("parameter_with_sub_params") or []:
         for pattern in fused["patterns"]:
-            if re.match(pattern, name):
+            if compiled(pattern).match(name):
                 sizes = fused["shape"][fused["partition_dim"]]
                 _check_even(name, (info.get("sub_param_shard_widths") or {}).get(pattern) or [])
                 return Shard(dim=fused["partition_dim"], parts=sizes if isinstance(sizes, int) else tuple(sizes))
@@ -137,7 +150,7 @@ def _affine(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     known = info.get("affine_map") or {}
     if known and known.get("version", 1) > 1:
         return None
-    return next((found for pattern, found in known.get("params", {}).items() if re.match(pattern, name)), None)
+    return next((found for pattern, found in known.get("params", {}).items() if compiled(pattern).match(name)), None)
 
 
 def _placed(parts: Sequence[TensorEntry], found: Mapping[str, Any], name: str) -> TensorEntry:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.formats.pickled import Foreign
+from holdfast.checkpoint.formats.rebuild import is_possible
 from holdfast.checkpoint.pieces import Piece, Shape, Stored, TensorEntry, dense, flat_boxes
 from holdfast.errors import CheckpointError
 
@@ -181,10 +182,22 @@ def flat_groups(
         else:
             gaps = states[0].get("param_alignment_paddings")
             size = max(shard.size for shard in shards)
+            _check_room(group, size * len(shards), files[0])
             extents = in_turn(group, size=size, gaps=gaps[number] if gaps else ()) if size else {n: [] for n in group}
         groups.append(FlatGroup(shapes=group, shards=shards, extents=extents))
         _check_sizes(groups[-1], stage3)
     return groups
+
+
+def _check_room(group: Mapping[str, Shape], room: int, file: str) -> None:
+    """Refuses parameters that are larger than the shards of all ranks, before they are cut along those."""
+    for name, shape in group.items():
+        if not all(type(n) is int and n >= 0 for n in shape) or not is_possible(shape):
+            raise CheckpointError(f"{name} has the shape {str(shape)[:100]}, which no tensor can have", hint=DAMAGED)
+    wanted = sum(map(math.prod, group.values()))
+    if wanted > room:
+        reason = f"{file} and the others have room for {room} elements of a group of parameters that has {wanted}"
+        raise CheckpointError(reason, hint=DAMAGED)
 
 
 def _shards(state: Mapping[str, Any], key: str, file: str) -> Iterator[FlatShard]:

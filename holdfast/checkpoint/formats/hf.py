@@ -22,6 +22,7 @@ from holdfast.checkpoint.formats.canonical import assemble
 from holdfast.checkpoint.formats.output import appearing, array
 from holdfast.checkpoint.formats.pickled import PickleFile
 from holdfast.checkpoint.formats.safetensors_header import read_header
+from holdfast.checkpoint.inside import read_regular
 from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Ref, Shape, TensorEntry
 from holdfast.checkpoint.safetensors_writer import PAIRS, Array, write_safetensors
 from holdfast.errors import CheckpointError, UsageError
@@ -53,7 +54,7 @@ def open(path: Path) -> Catalogue:
     root = path.parent if path.is_file() else path
     index = _read_index(path) if (path / INDEX).is_file() else {}
     names = [path.name] if path.is_file() else _files(path, index)
-    parts, ties = _read_parts(root, names)
+    parts, ties = _read_parts(root, names, given=path.is_file())
     for name, file in index.items():
         if not any(part.piece.stored.file == file for part in parts.get(name, ())):
             raise CheckpointError(f"{root / file} has no {name}, which {INDEX} says it has", hint=_INCOMPLETE)
@@ -122,10 +123,11 @@ def _read_index(folder: Path) -> dict[str, str]:
     where = folder / INDEX
     try:
         index = {
-            str(name): str(PurePosixPath(file)) for name, file in json.loads(where.read_bytes())["weight_map"].items()
+            str(name): str(PurePosixPath(file))
+            for name, file in json.loads(read_regular(where, folder))["weight_map"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{where} is damaged: {error!r}", hint=_INCOMPLETE) from error
+        raise CheckpointError(f"{where} is damaged: {error!r:.300}", hint=_INCOMPLETE) from error
     if not index:
         raise CheckpointError(f"{where} names no tensor", hint=_INCOMPLETE)
     for name, file in index.items():
@@ -147,12 +149,12 @@ class _TensorPart:
     is_whole: bool  # the file says nothing of offsets
 
 
-def _read_parts(root: Path, names: list[str]) -> tuple[dict[str, list[_TensorPart]], dict[str, str]]:
+def _read_parts(root: Path, names: list[str], *, given: bool) -> tuple[dict[str, list[_TensorPart]], dict[str, str]]:
     """The parts of each tensor, and second names with their first ones."""
     parts: dict[str, list[_TensorPart]] = defaultdict(list)
     ties: dict[str, str] = {}
     for file in names:
-        with PickleFile(root / file, root=root) as source:
+        with PickleFile(root / file, root=root, given=given) as source:
             header = read_header(source)
         ties.update(_ties(header.metadata))
         offsets = _offsets(header.metadata, root / file)
@@ -196,7 +198,7 @@ def _offsets(metadata: Mapping[str, str], where: Path) -> dict[str, Shape] | Non
     try:
         return {name: tuple(map(int, item["saved_offsets"])) for name, item in json.loads(metadata[_OFFSETS]).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: its {_OFFSETS} is damaged: {error!r}", hint=_INCOMPLETE) from error
+        raise CheckpointError(f"{where}: its {_OFFSETS} is damaged: {error!r:.300}", hint=_INCOMPLETE) from error
 
 
 def _entry(name: str, parts: list[_TensorPart], root: Path) -> TensorEntry:
@@ -235,7 +237,8 @@ def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent, max_
             folder.mkdir()
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         for name, shard in zip(names if len(shards) > 1 else [SINGLE], shards, strict=True):
-            inside = {second: first for second, first in tied.items() if any(a.name == first for a in shard)}
+            kept = {one.name for one in shard}
+            inside = {second: first for second, first in tied.items() if first in kept}
             write_safetensors(folder / name, shard, metadata={"format": "pt", **_noted(inside)}, progress=progress)
         if len(shards) > 1:
             with explained(folder / INDEX, "write"):

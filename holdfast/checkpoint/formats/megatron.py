@@ -15,6 +15,7 @@ from holdfast.checkpoint.formats.files import files_of, pointer_of
 from holdfast.checkpoint.formats.megatron_dist import Whole, is_dist, read_dist
 from holdfast.checkpoint.formats.megatron_legacy import AXES, Rank, args_of, is_legacy, read_ranks
 from holdfast.checkpoint.formats.megatron_rules import built_in
+from holdfast.checkpoint.inside import check_inside, read_pointer
 from holdfast.checkpoint.pieces import Catalogue, Stored, TensorEntry, catalogue_tree, name_of, path_of
 from holdfast.checkpoint.rules import Fragment, Rules, merge
 from holdfast.checkpoint.trees import merge_trees
@@ -59,7 +60,7 @@ def newest(path: Path) -> Path:
     if not (path / LATEST).is_file():
         return path
     try:
-        said = (path / LATEST).read_text(errors="replace").strip()
+        said = read_pointer(path / LATEST)
     except OSError as error:
         raise CheckpointError(f"{path / LATEST} cannot be read: {error.strerror}") from error
     if said != "release" and not re.fullmatch("[0-9]{1,18}", said):
@@ -67,6 +68,7 @@ def newest(path: Path) -> Path:
     folder = path / (said if said == "release" else f"iter_{int(said):07d}")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}, which {LATEST} names, is missing", hint="pass the folder of an iteration")
+    check_inside(folder, path)
     return folder
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from holdfast.checkpoint.formats import dcp, pickled
 from holdfast.checkpoint.formats.megatron_legacy import EXTRA
 from holdfast.checkpoint.formats.megatron_optimizer import Nameless, grouped
+from holdfast.checkpoint.inside import read_regular
 from holdfast.checkpoint.pieces import Box, Piece, Shape, Stored, TensorEntry, entry_of, flat_boxes
 from holdfast.errors import CheckpointError
 
@@ -74,9 +75,9 @@ def _object(name: str) -> str:
 
 def _refuse_others(path: Path) -> None:
     try:
-        backend = json.loads((path / _CONFIG).read_text())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / _CONFIG} does not say what the checkpoint is: {error!r}") from error
+        backend = json.loads(read_regular(path / _CONFIG, path))["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / _CONFIG} does not say what the checkpoint is: {error!r:.300}") from error
     if backend != "torch_dist":
         hint = "load it with Megatron and save it with --ckpt-format torch_dist"
         raise CheckpointError(f"{path} is stored as {backend}, which cannot be read", hint=hint)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from holdfast.checkpoint.formats.archive import DAMAGED, LEGACY_MAGIC, ZIP, Archive, StorageSpan, Window, legacy_spans
+from holdfast.checkpoint.formats.budget import Budget
+from holdfast.checkpoint.formats.metered import MeteredUnpickler
 from holdfast.checkpoint.formats.rebuild import (
     ALLOWED,
     NumpyType,
@@ -28,10 +29,10 @@ from holdfast.checkpoint.formats.rebuild import (
     RawTensor,
     StorageType,
     Stub,
-    check_keys,
     shown,
     stub,
 )
+from holdfast.checkpoint.inside import check_inside, open_regular
 from holdfast.checkpoint.pieces import Stored
 from holdfast.errors import CheckpointError
 
@@ -46,15 +47,10 @@ FOREIGN: Allow = {
 FOREIGN_PACKAGES = ("deepspeed", "megatron")
 # Values without parts.
 _LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
-# Where on the stack the keys are that an instruction is about to put into a dict or set, and so to hash.
-_KEYS = {
-    pickle.SETITEM: slice(-2, -1),
-    pickle.SETITEMS: slice(0, None, 2),
-    pickle.DICT: slice(0, None, 2),
-    pickle.ADDITEMS: slice(None),
-    pickle.FROZENSET: slice(None),
-}
-_SHARING = 1000  # how many times larger than its pickle a tree may be, by naming the same parts again and again
+_NODE = 150  # bytes of a cleaned container: itself, and the note that it is done
+_COPY = 64  # bytes of a container in the tree, under each of its names
+_TENSOR = 1500  # bytes of a tensor in a catalogue: its name, its entry, piece and boxes
+_SENTENCE = 400  # bytes of the sentence that says that a value has become something else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +78,14 @@ class Foreign:
             return hash((self.module, self.name))
 
 
-def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, allow: Allow = ()) -> Any:
+def load(
+    path: Path, *, root: Path, offset: int = 0, length: int | None = None, allow: Allow = (), given: bool = False
+) -> Any:
     """Reads what ``torch.save`` or ``pickle`` wrote into a file, or into some bytes of it, with ``Stored`` for tensors.
 
     ``root`` is the checkpoint's folder, to which names of files are relative; ``allow`` are further classes that may
-    appear, as :class:`Foreign`. Raises ``CheckpointError`` for a damaged file, and for a pickle that does more than
-    hold data.
+    appear, as :class:`Foreign`; ``given``: the user has named this file, so it may be a link to elsewhere. Raises
+    ``CheckpointError`` for a damaged file, and for a pickle that does more than hold data or wants too much memory.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -96,20 +94,26 @@ def load(path: Path, *, root: Path, offset: int = 0, length: int | None = None, 
     >>> tree["step"], tree["w"].file, tree["w"].shape
     (7, 'a.pt', (2, 3))
     """
-    with PickleFile(path, root=root) as source:
+    with PickleFile(path, root=root, given=given) as source:
         return source.load(offset=offset, length=length, allow=allow)
 
 
 class PickleFile:
-    """An open file with pickles: one, or thousands of small ones at their offsets."""
+    """An open file with pickles: one, or thousands of small ones at their offsets.
 
-    def __init__(self, path: Path, *, root: Path) -> None:
+    It must not lead out of the folder ``root``, unless it is ``given`` by the user.
+    """
+
+    def __init__(self, path: Path, *, root: Path, given: bool = False) -> None:
         self.path, self.name = path, path.relative_to(root).as_posix()
+        if not given:
+            check_inside(path, root)
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._fd = open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self.bytes = os.fstat(self._fd).st_size
+        self._budget = Budget(self.bytes)
 
     def __enter__(self) -> PickleFile:
         return self
@@ -121,6 +125,14 @@ class PickleFile:
         """A part of the file, as a file."""
         return cast(BinaryIO, io.BufferedReader(Window(self._fd, start=offset, length=length)))
 
+    def claim(self, found: Any) -> None:
+        """Counts the bytes of what was loaded once more, for another name that it has."""
+        try:
+            self._budget.claim(found.nbytes if isinstance(found, Stored) else 0)
+            self._budget.spend(_TENSOR)
+        except PickleRefused as error:
+            raise CheckpointError(f"{self.path} is refused: {error}", hint=error.hint) from error
+
     def load(self, *, offset: int = 0, length: int | None = None, allow: Allow = (), name: str = "") -> Any:
         """Reads what was saved at an offset, see :func:`load`; ``name`` says in errors what it should be."""
         where = f"{self.path} at byte {offset}" if offset or length is not None else str(self.path)
@@ -131,13 +143,15 @@ class PickleFile:
                 f"{where} should have {length} bytes, the file has {self.bytes}", hint="copy it again"
             )
         stream = self.window(offset, length)
-        reader = _Reader(file=self.name, where=where, allow=allow)
+        reader = _Reader(file=self.name, where=where, allow=allow, budget=self._budget)
         try:
             return _load(stream, reader, start=offset, length=length)
         except PickleRefused as error:
             raise CheckpointError(f"{where} is refused: {error}", hint=error.hint) from error
         except RecursionError as error:
             raise CheckpointError(f"{where} is refused: it is nested too deeply") from error
+        except MemoryError as error:
+            raise CheckpointError(f"{where} needs more memory than there is") from error
         except OSError as error:
             raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
 
@@ -146,23 +160,23 @@ def _load(stream: BinaryIO, reader: _Reader, *, start: int, length: int) -> Any:
     if stream.read(4) == ZIP:
         archive = Archive(stream, start=start, length=length, where=reader.where)
         code = archive.read("data.pkl")
-        return reader.read(io.BytesIO(code), lambda key: archive.span(f"data/{key}"), size=len(code))
+        return reader.read(io.BytesIO(code), lambda key: archive.span(f"data/{key}"))
     stream.seek(0)
-    first = reader.read(stream, None, size=length)
+    first = reader.read(stream, None)
     if first != LEGACY_MAGIC:
         return first
-    reader.read(stream, None, size=length)  # the version of the protocol
-    system = reader.read(stream, None, size=length)
+    reader.read(stream, None)  # the version of the protocol
+    system = reader.read(stream, None)
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise PickleRefused("it was not written on a little-endian machine", "only little-endian files are read")
     at = stream.tell()
     # The places of the storages stand behind the tree that needs them, so the tree is read twice.
-    reader.read(stream, lambda _: StorageSpan(offset=0, length=1 << 62), size=length)
-    keys = reader.read(stream, None, size=length)
+    reader.read(stream, lambda _: StorageSpan(offset=0, length=1 << 62))
+    keys = reader.read(stream, None)
     itemsizes = {key: kind.dtype.itemsize for key, kind in reader.storages.items()}
     locate = legacy_spans(stream, keys, itemsizes, start=start, length=length, where=reader.where)
     stream.seek(at)
-    return reader.read(stream, locate, size=length)
+    return reader.read(stream, locate)
 
 
 @dataclass(kw_only=True)
@@ -172,17 +186,18 @@ class _Reader:
     file: str
     where: str
     allow: Allow
+    budget: Budget
     storages: dict[str, StorageType] = field(default_factory=dict)
 
-    def read(self, stream: BinaryIO, locate: Callable[[str], StorageSpan] | None, *, size: int) -> Any:
-        """The next pickle of a stream of ``size`` bytes; ``locate`` gives the bytes of a storage."""
+    def read(self, stream: BinaryIO, locate: Callable[[str], StorageSpan] | None) -> Any:
+        """The next pickle of a stream; ``locate`` gives the bytes of a storage."""
         try:
             found = _Unpickler(stream, reader=self, locate=locate).load()
-        except (PickleRefused, CheckpointError, OSError, RecursionError):
+        except (PickleRefused, CheckpointError, OSError, RecursionError, MemoryError):
             raise
         except Exception as error:  # bytes that are no pickle can raise anything
-            raise PickleRefused(f"it is not a readable pickle, {error}", DAMAGED) from error
-        return _Cleaner(file=self.file).clean(found, limit=size * _SHARING)
+            raise PickleRefused(f"it is not a readable pickle, {shown(str(error))}", DAMAGED) from error
+        return _Cleaner(file=self.file, budget=self.budget).clean(found)
 
     def find(self, module: str, name: str) -> Any:
         """The stand-in for a class or function that a pickle names; refuses all that are not listed."""
@@ -199,27 +214,11 @@ class _Reader:
         )
 
 
-def _checked(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    def checked(unpickler: Any) -> None:
-        check_keys(unpickler.stack[keys])
-        load(unpickler)
-
-    return checked
-
-
-class _Unpickler(pickle._Unpickler):
-    """An unpickler that reaches only what its reader allows.
-
-    Based on the one in Python: in the faster one in C, a pickle of ten bytes can claim 64 GB for its memo.
-    """
-
-    dispatch: ClassVar = {
-        **pickle._Unpickler.dispatch,
-        **{code[0]: _checked(pickle._Unpickler.dispatch[code[0]], keys) for code, keys in _KEYS.items()},
-    }
+class _Unpickler(MeteredUnpickler):
+    """An unpickler that reaches only what its reader allows."""
 
     def __init__(self, stream: BinaryIO, *, reader: _Reader, locate: Callable[[str], StorageSpan] | None) -> None:
-        super().__init__(stream)
+        super().__init__(stream, reader.budget)
         self._reader, self._locate = reader, locate
         self._known: dict[tuple[str, str], Any] = {}
 
@@ -254,23 +253,27 @@ class _Unpickler(pickle._Unpickler):
 
 @dataclass
 class _Cleaner:
-    """Turns what the unpickler made into plain dicts, lists and tuples, ``Stored`` and ``Foreign``."""
+    """Turns what the unpickler made into plain dicts, lists and tuples, ``Stored`` and ``Foreign``.
+
+    What is done is noted with two numbers: the memory it will take in a tree, and the bytes that its tensors have.
+    Those of a part that has many names count under each of them, since nothing is shared in a catalogue.
+    """
 
     file: str
-    done: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    budget: Budget
+    done: dict[int, tuple[Any, int, int]] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)
 
-    def clean(self, found: Any, *, limit: int) -> Any:
-        """The plain form of a tree of at most ``limit`` nodes; refuses loops."""
-        made, size = self._clean(found)
-        if size > limit:
-            raise PickleRefused("its pickle repeats its own parts without end")
+    def clean(self, found: Any) -> Any:
+        """The plain form of a tree; refuses loops, and what is too large."""
+        made, size, claimed = self._clean(found)
+        self.budget.spend(size)
+        self.budget.claim(claimed)
         return made
 
-    def _clean(self, node: Any) -> tuple[Any, int]:
-        """The plain form of a node, and how many nodes it stands for."""
+    def _clean(self, node: Any) -> tuple[Any, int, int]:
         if type(node) in _LEAVES:
-            return node, 1
+            return node, 8, 0
         if id(node) in self.done:
             return self.done[id(node)]
         if id(node) in self.open:
@@ -280,40 +283,62 @@ class _Cleaner:
         self.open.remove(id(node))
         return self.done[id(node)]
 
-    def _make(self, node: Any) -> tuple[Any, int]:
+    def _make(self, node: Any) -> tuple[Any, int, int]:
+        self.budget.spend(_NODE)
         if isinstance(node, RawTensor):
-            at, kind, shape = node.offset, node.dtype, node.shape
-            return Stored(file=self.file, offset=at, dtype=kind, shape=shape, strides=node.strides), 1
+            return self._stored(node.offset, node.dtype, node.shape, node.strides)
         if isinstance(node, RawStorage):
-            at, kind, shape = node.offset, node.dtype, (node.nbytes // node.dtype.itemsize,)
-            return Stored(file=self.file, offset=at, dtype=kind, shape=shape, strides=(1,)), 1
+            return self._stored(node.offset, node.dtype, (node.nbytes // node.dtype.itemsize,), (1,))
         if isinstance(node, RawArray):
             if node.value is None:
                 raise PickleRefused("it holds a numpy array without its data", DAMAGED)
-            return node.value, 1
+            return node.value, _SENTENCE + 40 * node.value.size, 0  # it becomes a list
         if isinstance(node, NumpyType):
-            return Foreign(module="numpy", name="dtype", args=(node.code,)), 1
+            return Foreign(module="numpy", name="dtype", args=(node.code,)), _COPY, 0
         if isinstance(node, Stub):
-            (args, state), size = self._items((node.args, node.state))
-            return Foreign(module=node.module, name=node.name, args=args, state=state), size
+            (args, state), size, claimed = self._items((node.args, node.state))
+            return Foreign(module=node.module, name=node.name, args=args, state=state), 4 * _COPY + size, claimed
         if isinstance(node, dict):
-            keys, size = self._items(node)
-            values, more = self._items(node.values())
-            check_keys(keys)
-            return dict(zip(keys, values, strict=True)), size + more
-        if isinstance(node, list | tuple | set | frozenset):
-            items, size = self._items(node)
-            check_keys(items if isinstance(node, set | frozenset) else ())
-            return type(node)(items), size
-        return node if isinstance(node, torch.dtype | torch.device | complex) else _named(node), 1
+            return self._dict(node)
+        if isinstance(node, list | tuple):
+            items, size, claimed = self._items(node)
+            return type(node)(items), size, claimed
+        if isinstance(node, set | frozenset):
+            items, size, claimed = self._items(node)
+            self.budget.keys(items)
+            return type(node)(items), _SENTENCE + size + 64 * len(node), claimed
+        made = node if isinstance(node, torch.dtype | torch.device | complex) else _named(node)
+        return made, _SENTENCE, 0
 
-    def _items(self, nodes: Iterable[Any]) -> tuple[list[Any], int]:
-        items, size = [], 1
+    def _dict(self, node: dict[Any, Any]) -> tuple[dict[Any, Any], int, int]:
+        self.budget.spend(16 * len(node))
+        made: list[tuple[Any, Any]] = []
+        size, claimed = _COPY, 0
+        for key, value in node.items():
+            clean_key, more, _ = self._clean(key)
+            item, below, bytes = self._clean(value)
+            made.append((clean_key, item))
+            # What lies below has the key in its name.
+            size += 32 + more + below + (len(key) * (1 + below // _COPY) if isinstance(key, str) else 0)
+            claimed += bytes
+        self.budget.keys(key for key, _ in made)
+        return dict(made), size, claimed
+
+    def _stored(
+        self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[Stored, int, int]:
+        stored = Stored(file=self.file, offset=offset, dtype=dtype, shape=shape, strides=strides)
+        return stored, _TENSOR, stored.nbytes
+
+    def _items(self, nodes: Collection[Any]) -> tuple[list[Any], int, int]:
+        self.budget.spend(8 * len(nodes))
+        items, size, claimed = [], _COPY, 0
         for node in nodes:
-            item, more = (node, 1) if type(node) in _LEAVES else self._clean(node)
+            item, more, bytes = (node, 8, 0) if type(node) in _LEAVES else self._clean(node)
             items.append(item)
             size += more
-        return items, size
+            claimed += bytes
+        return items, size, claimed
 
 
 def _named(node: Any) -> Foreign:

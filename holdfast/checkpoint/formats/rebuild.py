@@ -34,18 +34,27 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def key_parts(key: Any) -> int:
+    """The number of parts of a key of a dict, with a part for each 64 characters; refuses one that has no end."""
+    parts, texts = [key], 0
+    for part in parts:  # grows while it is walked through
+        if isinstance(part, tuple | frozenset):
+            parts += part
+        elif isinstance(part, str | bytes):
+            texts += len(part) // 64
+        elif hasattr(part, "args"):  # an object of another program
+            parts += part.args
+            parts += part.state.values() if isinstance(part.state, dict) else ()
+        if len(parts) + texts > KEY_LIMIT:
+            raise PickleRefused("its pickle has a key of a dict, or a member of a set, that is nested without end")
+    return len(parts) + texts
+
+
 def check_keys(keys: Iterable[Any]) -> None:
-    """Refuses keys of a dict, or members of a set, that would take too long to hash."""
+    """Refuses keys of a dict, or members of a set, that would take too long to hash or to show."""
     for key in keys:
-        parts = [] if isinstance(key, str | int) else [key]
-        for part in parts:  # grows while it is walked through
-            if isinstance(part, tuple):
-                parts += part
-            elif hasattr(part, "args"):  # an object of another program
-                parts += part.args
-                parts += part.state.values() if isinstance(part.state, dict) else ()
-            if len(parts) > KEY_LIMIT:
-                raise PickleRefused("its pickle has a key of a dict, or a member of a set, that is nested without end")
+        if not isinstance(key, str | int):
+            key_parts(key)
 
 
 class Sealed:
@@ -201,6 +210,8 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtyp
     if not isinstance(storage, RawStorage) or type(offset) is not int or offset < 0:
         raise PickleRefused(f"a tensor lies at {shown(offset)} of {type(storage).__name__}")
     shape, strides, dtype = _sizes(size), _sizes(stride), dtype or storage.dtype
+    if max(len(shape), len(strides)) > MOST_DIMENSIONS:
+        raise PickleRefused(f"a tensor has the shape {shown(shape)}, which no tensor can have")
     if len(shape) != len(strides):
         raise PickleRefused(f"a tensor of shape {shape} has strides {strides}")
     width, count = dtype.itemsize, math.prod(shape)
@@ -245,7 +256,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     """A tensor with Python attributes, which are dropped; subclasses of tensors mean more than their bytes."""
-    if not isinstance(function, Call) or kind is not TENSOR or not isinstance(args, tuple):
+    if not any(function is known for known in _REBUILD) or kind is not TENSOR or not isinstance(args, tuple):
         raise PickleRefused(f"it holds a tensor of the class {shown(kind)}", "save plain tensors")
     return function(*args)
 
@@ -263,6 +274,12 @@ def _set(kind: type[set[Any]] | type[frozenset[Any]]) -> Call:
         return kind(*args)
 
     return Call(make)
+
+
+def _int(*args: Any) -> int:
+    if args and not isinstance(args[0], int | float) and len(args[0]) > 1000:
+        raise PickleRefused("it makes a number from a text without end")
+    return int(*args)
 
 
 def _bytes(*args: Any) -> bytes:
@@ -296,12 +313,14 @@ _KINDS = {
 }  # fmt: skip
 STORAGES = {dtype: name for name, dtype in _KINDS.items()}  # dtypes that torch.save has names of storages for
 
+_REBUILD = (Call(_tensor), Call(_tensor_v2), Call(_tensor_v3), Call(_parameter))
+
 ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor"): Call(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): Call(_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): Call(_tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): Call(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): Call(_parameter),
+    ("torch._utils", "_rebuild_tensor"): _REBUILD[0],
+    ("torch._utils", "_rebuild_tensor_v2"): _REBUILD[1],
+    ("torch._utils", "_rebuild_tensor_v3"): _REBUILD[2],
+    ("torch._utils", "_rebuild_parameter"): _REBUILD[3],
+    ("torch._utils", "_rebuild_parameter_with_state"): _REBUILD[3],
     ("torch._tensor", "_rebuild_from_type_v2"): Call(_from_type),
     ("torch", "Tensor"): TENSOR,
     ("torch", "Size"): tuple,
@@ -315,7 +334,8 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "bytes"): Call(_bytes),
     ("builtins", "bytearray"): Call(_bytes),
     ("_codecs", "encode"): Call(_encode),
-    **{("builtins", kind.__name__): kind for kind in (list, tuple, int, float, bool, complex)},
+    **{("builtins", kind.__name__): kind for kind in (list, tuple, float, bool, complex)},
+    ("builtins", "int"): Call(_int),
     **{("builtins", kind.__name__): _set(kind) for kind in (set, frozenset)},
     ("builtins", "dict"): Dict,
     **{("torch", f"{name}Storage"): StorageType(dtype) for name, dtype in _KINDS.items()},

@@ -48,7 +48,7 @@ def recognise(path: Path) -> bool:
 
 def open(path: Path) -> Catalogue:
     """The catalogue of a saved dict; a bare state_dict of tensors is a model."""
-    tree = pickled.load(path, root=path.parent)
+    tree = pickled.load(path, root=path.parent, given=True)
     if not isinstance(tree, dict):
         hint = 'save a dict, such as {"model": model.state_dict()}'
         raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a dict with names", hint=hint)

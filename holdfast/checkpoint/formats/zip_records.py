@@ -12,10 +12,13 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import BinaryIO, cast
 
 from holdfast.checkpoint.disk import BLOCK
 from holdfast.checkpoint.formats.archive import ZIP, ZIP_HEADER, Window, header_length
+
+_LISTED = 46  # bytes that a record takes in a zip's directory, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +38,26 @@ class Unreadable(Exception):
 def zones_of(fd: int, size: int) -> list[Zone]:
     """The zones of a file that cover all its data: the records of zips, or blocks without a checksum."""
     if os.pread(fd, 4, 0) == ZIP:
-        return [*_zipped(fd, size)]
+        zones = [*_zipped(fd, size)]
+        for before, zone in pairwise(sorted(zones, key=lambda zone: zone.start)):
+            if zone.start < before.stop:
+                raise Unreadable(f"records {before.name} and {zone.name} share bytes, at {zone.start}")
+        return zones
     return [Zone(start=at, stop=min(at + BLOCK, size)) for at in range(0, size, BLOCK)]
 
 
 def _zipped(fd: int, end: int) -> Iterator[Zone]:
     """The records of all zips in a file, the last zip first: a zip says at its end where it begins."""
+    room = end // _LISTED
     while end > 0:
         window = cast(BinaryIO, io.BufferedReader(Window(fd, start=0, length=end)))
         try:
             infos = zipfile.ZipFile(window).infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
             raise Unreadable(f"no zip ends at byte {end}: {error}") from error
+        room -= len(infos)
+        if room < 0:
+            raise Unreadable("its zips list more records than there is room for")
         # torch can be told to leave checksums out, and then writes zeros.
         known = any(info.CRC for info in infos if info.file_size)
         for info in infos:

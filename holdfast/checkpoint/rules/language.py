@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from holdfast.checkpoint.pieces import check_name
 from holdfast.checkpoint.rules.patterns import Flat, Partial, Pattern, Replicate, Shard, Step, Unique
 from holdfast.checkpoint.trees import some
 from holdfast.errors import UsageError
@@ -116,6 +117,8 @@ class Rules:
     def targets(self, names: Iterable[str]) -> dict[str, Target]:
         """The rule of each tensor. ``UsageError`` if a tensor matches none or several, or a rule matches no tensor."""
         names, used = list(dict.fromkeys(names)), set[Rule]()
+        for name in names:
+            check_name(name)
         targets = {name: self._target(name, used) for name in names}
         self._refuse_idle(used, names)
         return targets

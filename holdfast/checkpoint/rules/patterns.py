@@ -114,7 +114,7 @@ class Shard:
             return self.parts
         assert self.parts is not None
         count, total = self.parts * (self.groups or 1), sum(sizes)
-        if total % count:
+        if total % count or count > max(total, 1):
             what = f"{self.parts} parts" + (f" in {self.groups} groups" if self.groups else "")
             raise Misfit(f"its shards have {_sum(sizes)} along dim {self.dim}, which is not {what} of equal size")
         return (total // self.parts,) * self.parts

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,10 @@ def cached(folder: Path, key: str, *, rounds: int) -> Profile | None:
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile as JSON, whole or not at all. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}")  # no name that a link could lie in wait under
     try:
-        unfinished.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+        with unfinished.open("x") as file:
+            file.write(json.dumps(profile.to_json(), indent=1) + "\n")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
