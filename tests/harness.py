@@ -102,13 +102,14 @@ def launch(
     environment: dict[str, str] | None = None,
     meddle: Meddler | None = None,
     seconds: float = 200.0,
+    said: list[str] | None = None,
     **settings: Any,
 ) -> Result:
-    """One run on this machine, to its end. ``meddle`` may disturb it from outside.
+    """One run on this machine, to its end. ``meddle`` may disturb it from outside; ``said`` gets the agent's lines.
 
     After ``seconds`` it is given up as hung: much longer than any run takes, also on a busy machine.
     """
-    said: list[str] = []
+    said = [] if said is None else said
     defaults = {"heartbeat_timeout": HEARTBEAT, "log_dir": folder / "logs"}
     chosen = AgentSettings(
         command=[str(script), *(arguments or [])],
@@ -178,16 +179,16 @@ class Hosts:
         self.jobs: list[asyncio.Task[int]] = []
         self.log_dir = folder / "logs"
         self._zygotes: list[int] = []
-        self._said = said
+        self.said = said
         self._settings = {"environment": environment, "log_dir": self.log_dir, **settings}
 
     def start(self, workers: int) -> None:
-        """One more host. The first one has the coordinator: it must stay."""
+        """One more host. The first one has the coordinator."""
         settings = AgentSettings(workers=workers, **self._settings)
         busy = {zygote for zygote, job in zip(self._zygotes, self.jobs, strict=True) if not job.done()}
         self._zygotes.append(next(number for number in range(len(busy) + 1) if number not in busy))
         self.agents.append(
-            Agent(settings, zygote=_zygote_number(self._zygotes[-1]), say=self._said.append, complain=_complain)
+            Agent(settings, zygote=_zygote_number(self._zygotes[-1]), say=self.said.append, complain=_complain)
         )
         self.jobs.append(asyncio.create_task(self.agents[-1].run()))
 

@@ -48,6 +48,15 @@ def run(
         ),
     ] = "auto",
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for missing machines.")] = 30.0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            envvar="HOLDFAST_GRACE",
+            help="Seconds from a preemption notice to the end of this machine, the last checkpoint included. Default: "
+            "until SLURM_JOB_END_TIME after SLURM's --signal=USR1@..., else 30.",
+        ),
+    ] = None,
     log_dir: Annotated[Path, typer.Option(help="For the workers' output and events.jsonl.")] = Path("holdfast-logs"),
     token_file: Annotated[
         Path | None, typer.Option(help="A file with the job's token; else HOLDFAST_TOKEN; else a new one.")
@@ -56,7 +65,8 @@ def run(
     """Start a training script on workers that may fail.
 
     A lost worker takes nobody along: the survivors go on, a replacement joins by itself. SIGTERM is a
-    preemption notice: this machine's workers leave at the next step boundary.
+    preemption notice: this machine's workers leave at the next step boundary. If all workers of the run are
+    asked to leave, they save a checkpoint first.
     """
     minimum, maximum = parse_nnodes(nnodes)
     faults.parse(os.environ.get("HOLDFAST_FAULTS", ""))  # a misspelt fault must not pass for a survived one
@@ -78,6 +88,7 @@ def run(
         heartbeat_timeout=heartbeat_timeout,
         step_timeout=step_timeout,
         patience=patience,
+        grace=grace,
         log_dir=log_dir,
     )
     raise typer.Exit(asyncio.run(start(settings)))

@@ -7,8 +7,9 @@ keeps the coordinator's process alive (``keeper``).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import signal
+import os
 import socket
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -16,17 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster import wire
+from holdfast.cluster import grace, signals, wire
 from holdfast.cluster.events import Events
+from holdfast.cluster.grace import Departure
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
 from holdfast.cluster.membership import GIVEN_UP, new_incarnation
 from holdfast.cluster.wire import Message
 from holdfast.errors import UsageError
 
-GRACE_SECONDS = 30.0  # for workers to reach a step boundary after SIGTERM: clusters give about as much notice
-WRITING_SECONDS = 600.0  # for the last checkpoint after that: a slow disk must not cost it
+PROGRESS_SECONDS = 3.0  # between two lines that show how far workers are that leave
+NOTICE_SECONDS = 1.0  # a notice to all processes of a job reaches workers and agent within this
 REPLACE_AFTER_SECONDS = 2.0  # the longest wait to start a replacement; usually the survivors have recovered before
+TOO_FEW = 3  # exit code of a run that has too few workers left: no error, where all were asked to leave
 TOKEN_HINT = "set the same HOLDFAST_TOKEN, or --token-file, on every machine"
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class AgentSettings:
     heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
     step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
+    grace: float | None = None  # seconds from a preemption notice to its end; None: as ``grace.seconds_of`` says
     log_dir: Path = Path("holdfast-logs")  # folder of the workers' output and of events.jsonl
     environment: dict[str, str] = field(default_factory=dict)  # further environment variables of the workers
     quiet: bool = False  # show nothing of what workers print
@@ -89,7 +93,12 @@ class Agent:
         self._events = Events(settings.events)
         self._keeper = CoordinatorKeeper(settings.endpoint)
         self._local = LocalWorkers(
-            log_dir=settings.log_dir, zygote=zygote, events=self._events, say=self._say, ended=self._ended
+            log_dir=settings.log_dir,
+            zygote=zygote,
+            events=self._events,
+            say=self._say,
+            ended=self._ended,
+            reported=self._reported,
         )
         self._incarnation = new_incarnation()
         self._own_address = LOOPBACK  # this machine's address, as the coordinator reaches it
@@ -100,8 +109,10 @@ class Agent:
         self._trained: set[str] = set()  # workers that were ever in a generation, as far as this agent was told
         self._slots = settings.workers  # workers that the coordinator may wait for
         self._begun = False  # a generation has formed
-        self._leaving = False  # a signal has asked this agent to leave
-        self._patience: asyncio.TimerHandle | None = None  # ends the agent if its workers do not leave in time
+        self._departure: Departure | None = None  # the plan, once a signal has asked this agent to leave
+        self._pressed = 0  # signals so far of which the second ends everything at once
+        self._watching: asyncio.Task[None] | None = None  # shows how workers leave
+        self._failed = False  # an error of this agent itself ends it
         self._code: int | None = None  # exit code, once it is known
         self._replacements: list[tuple[int, float]] = []  # (slot, latest time to start its new worker)
         self._recovered = False  # the survivors of the last loss have committed again
@@ -111,6 +122,10 @@ class Agent:
     def workers(self) -> dict[str, LocalWorker]:
         """The workers that live on this machine, by name."""
         return self._local.alive
+
+    @property
+    def _leaving(self) -> bool:
+        return self._departure is not None
 
     @property
     def coordinator(self) -> asyncio.subprocess.Process | None:
@@ -127,7 +142,7 @@ class Agent:
     async def run(self) -> int:
         """Run until the workers are done or the run is stopped; return the exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals.notices():
             loop.add_signal_handler(number, self._asked_to_stop, number)
         self._events.write("run", command=self.settings.command, workers=self.settings.workers)
         tasks = [asyncio.create_task(job) for job in self._jobs()]
@@ -165,6 +180,7 @@ class Agent:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """End the agent if one of its coroutines has failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed = True
             self._end(getattr(error, "exit_code", 1), f"holdfast: {error}")
 
     def _end(self, code: int, message: str = "") -> None:
@@ -184,10 +200,16 @@ class Agent:
         for worker in self.workers.values():
             worker.kill()
         self._local.flush_logs()
-        self._tell({"type": "bye"})
-        await self._keeper.let_end(2.0 if self._code and not self._leaving else None)
+        self._tell({"type": "bye", "stays": self._keeper.is_ours})
+        await self._keeper.let_end(2.0 if self._failed else None, self._lingers)
         if self._writer is not None:
             self._writer.close()
+
+    def _lingers(self) -> None:
+        """Say why this agent does not end yet. The coordinator is needed for every change of the other workers."""
+        if self.settings.maximum_hosts > 1:
+            text = "the coordinator stays here until the run is over; SIGTERM ends it"
+            self._say(f"holdfast: this machine's workers are gone; {text}")
 
     # --- the coordinator -------------------------------------------------------------------------
 
@@ -199,6 +221,7 @@ class Agent:
             hello = {"role": "agent", "host": self.host, "agent": self._incarnation}
             hello |= {"slots": slots, "begun": self._begun}
             hello["finished"] = self.finishing  # a worker may have ended while there was no connection
+            hello["stays"] = self._done.is_set() and self.host is not None  # it has said bye, to keep the coordinator
             try:
                 # TCP would try for minutes, although the network may be back much earlier: so try again soon.
                 connecting = wire.connect(self.address, self.settings.token, hello)
@@ -270,9 +293,10 @@ class Agent:
 
     def _welcomed(self, host: int, master_port: int) -> None:
         """Take this agent's number, and at the first time start the workers."""
-        if self._done.is_set():  # the bye of ``_clean_up`` was lost with an earlier coordinator
-            self._tell({"type": "bye"})
-        if self.host is None:
+        if self._done.is_set():
+            if self.host is None or self.settings.maximum_hosts == 1:  # else other machines may be about to come back
+                self._tell({"type": "bye", "stays": self._keeper.is_ours})
+        elif self.host is None:
             self.host, self._master_port = host, master_port
             assert self._writer is not None
             self._own_address = self._writer.get_extra_info("sockname")[0]
@@ -288,13 +312,9 @@ class Agent:
 
     def _told_to_stop(self, code: int, text: str) -> None:
         """End as the coordinator says. Code 0: the run is over, and the workers end by themselves."""
-        if self._leaving and code == 0 and self.workers:
-            # The workers end by themselves as soon as the last checkpoint is written.
-            if self._patience is not None:
-                self._patience.cancel()
-            self._patience = asyncio.get_running_loop().call_later(WRITING_SECONDS, self._end, self._code or 0)
-        elif self._leaving:
-            self._end(code)  # its own signal has set the exit code already
+        if self._leaving and code in (0, TOO_FEW):
+            if not self.workers:  # else they end by themselves as soon as the last checkpoint is written
+                self._depart()
         elif code:
             self._end(code, text if text.startswith(("Traceback", "holdfast")) else f"holdfast: {text}")
         else:
@@ -364,6 +384,7 @@ class Agent:
         report |= {"code": code, "cause": cause, "error": worker.error}
         self._tell(report | {"finished": code == 0 and not self._leaving})
         if worker.error is not None and worker.error["final"] and self._writer is None:
+            self._failed = True
             self._end(code, worker.error["text"])  # without the coordinator nobody else would end the run
         if code == 0 and not self._leaving:
             self.finishing = True
@@ -371,11 +392,15 @@ class Agent:
             self._replacements.append((worker.slot, time.monotonic()))
         elif code and not self.finishing and not self._leaving:
             self._plan_replacement(worker)
+        if self._departure is not None:
+            self._departure.ended(worker.name, code)
         if self.workers:
             return
-        code = max(code, 0)  # a negative code means killed by a signal, when it had nothing left to do
-        if self._leaving or self.finishing:
+        if self.finishing or (self._leaving and worker.error is not None):
+            code = max(code, 0)  # a negative code means killed by a signal, when it had nothing left to do
             self._end(code, worker.error["text"] if code and worker.error is not None else "")
+        elif self._leaving:
+            self._depart()
         elif not self._replacements:
             self._tell({"type": "nobody", "reason": "no worker is left and none may be restarted"})
 
@@ -401,30 +426,78 @@ class Agent:
         while True:
             await asyncio.sleep(0.01)
             for slot, latest in list(self._replacements):
-                if (self._recovered or time.monotonic() >= latest) and not self.finishing:
+                if (self._recovered or time.monotonic() >= latest) and not self.finishing and not self._done.is_set():
                     self._replacements.remove((slot, latest))
                     self._start(slot)
 
+    # --- leaving ---------------------------------------------------------------------------------
+
     def _asked_to_stop(self, number: int) -> None:
-        """Let the workers leave at the next step boundary. A second signal ends everything at once.
+        """Let the workers leave at the next step boundary. A second SIGTERM or SIGINT ends everything at once.
 
         SIGTERM is how clusters announce that they will take a machine away.
         """
-        if self._leaving:
-            self._end(128 + number, "holdfast: stopped at once")
-            for worker in self.workers.values():
-                worker.kill()
-            self._keeper.kill()
+        self._pressed += number in signals.IMPATIENT
+        if self._departure is not None or self._done.is_set():
+            if self._pressed > 1 or (self._done.is_set() and number in signals.IMPATIENT):
+                self._stop_at_once(number)
             return
-        self._leaving = True
-        self._code = 128 + number
+        seconds = self.settings.grace
+        seconds = grace.seconds_of(number, os.environ, time.time()) if seconds is None else seconds
+        self._departure = Departure(signal=number, seconds=seconds, begin=time.monotonic(), begun=self._begun)
         self._replacements.clear()
-        name = signal.Signals(number).name
-        self._events.write("preempted", host=self.host, signal=name)
-        self._say(f"holdfast: {name}: leaving at the next step boundary")
+        name = self._departure.name
+        self._events.write("preempted", host=self.host, signal=name, grace=seconds)
+        self._say(f"holdfast: {name}: leaving at the next step boundary; {seconds:g} s of grace")
         self._tell({"type": "slots", "slots": 0})
         for worker in self.workers.values():
             worker.ask_to_leave()
         if not self.workers:
-            self._end(0)
-        self._patience = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end, 128 + number)
+            self._depart()
+        self._watching = asyncio.create_task(self._watch_departure(self._departure))
+        self._watching.add_done_callback(self._task_ended)
+
+    def _stop_at_once(self, number: int) -> None:
+        """End everything that runs here, the coordinator too."""
+        self._end(128 + number, "holdfast: stopped at once")
+        for worker in self.workers.values():
+            worker.kill()
+        self._keeper.stop()
+
+    async def _watch_departure(self, plan: Departure) -> None:
+        """Show every few seconds how far the workers are, and end what is left of them at the plan's deadline."""
+        while not self._done.is_set():
+            await asyncio.sleep(min(PROGRESS_SECONDS, max(0.0, plan.deadline - time.monotonic())))
+            if time.monotonic() >= plan.deadline:
+                self._depart()
+            elif self.workers:
+                self._say(f"holdfast: {plan.line(time.monotonic())}")
+
+    def _depart(self) -> None:
+        """End as planned: say what was saved and what was not. Workers that are still there are late."""
+        if self._departure is None or self._done.is_set():
+            return
+        outcome = self._departure.outcome(late=list(self.workers))
+        self._events.write("left", host=self.host, code=outcome.code, saved=outcome.saved, reason=outcome.text)
+        text = f"holdfast: {outcome.text}"
+        if not outcome.is_loss:
+            self._say(text)
+        self._end(outcome.code, text if outcome.is_loss else "")
+
+    def _reported(self, worker: LocalWorker, report: Message) -> None:
+        """Take in what a worker says of its leaving, that its script is over, or that it has got a signal."""
+        if report["report"] == "signal":
+            explain = functools.partial(self._explain_signal, worker, report["name"])
+            asyncio.get_running_loop().call_later(NOTICE_SECONDS, explain)
+        elif report["report"] == "finished":
+            self.finishing = True
+        elif self._departure is not None:
+            self._departure.hear(worker.name, report)
+
+    def _explain_signal(self, worker: LocalWorker, name: str) -> None:
+        """Say what a signal to a single worker does: nothing. A notice to the whole job has reached this agent too."""
+        if not self._leaving and worker.name in self.workers:
+            self._say(
+                f"holdfast: worker {worker.name} was sent {name} and goes on: send it to the agent (process "
+                f"{os.getpid()}) and all workers of this machine leave, or SIGKILL to {worker.pid} to replace this one"
+            )

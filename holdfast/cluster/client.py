@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast.cluster import lifeline as to_agent
 from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Generation, Standing
 from holdfast.cluster.pulse import PULSE, Observer
@@ -261,6 +262,7 @@ class Client:
         if b"leave" in word:
             self._seat.leave = True
             if self._seat.generation is None:  # it waits to join
+                to_agent.report("idle")
                 os._exit(0)
 
     def _take(self, messages: list[Message]) -> None:

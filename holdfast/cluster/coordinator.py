@@ -10,13 +10,12 @@ import asyncio
 import dataclasses
 import importlib
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
-from holdfast.cluster import wire
+from holdfast.cluster import signals, wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.generations import RosterSettings
 from holdfast.cluster.membership import Judge, new_incarnation
@@ -163,8 +162,7 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     listener = socket.socket(fileno=arguments.pop("listener"))
     settings = CoordinatorSettings(token=os.environ["HOLDFAST_TOKEN"], **arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the agent handles them; both processes get a terminal's Ctrl-C
-        signal.signal(number, signal.SIG_IGN)
+    signals.leave_to_agent()  # both processes get a terminal's Ctrl-C
 
     async def serve() -> None:
         await Coordinator(settings).serve(listener)

@@ -14,9 +14,11 @@ import socket
 import sys
 from collections.abc import Callable
 
+from holdfast.cluster import signals
 from holdfast.errors import UsageError
 
 LOOPBACK = "127.0.0.1"  # the address of a run on one machine
+LINGER_SECONDS = 0.5  # a coordinator that serves nobody else has ended by then
 HOSTS_PER_START = 1000  # host numbers for each start of the coordinator: it forgets the ones it gave before
 
 
@@ -39,6 +41,8 @@ class CoordinatorKeeper:
         self.address = (str(address[0]), int(address[1]))
         self.process: asyncio.subprocess.Process | None = None
         self.port_taken = False  # another program, or another agent of this run, listens at the endpoint
+        self._stopping = False  # it is not to be restarted any more
+        self._over = asyncio.Event()  # it has ended for good
         self.master_port = 0  # a port for the scripts' MASTER_PORT, if the coordinator is ours
         self._listener: socket.socket | None = socket.socket(family, socket.SOCK_STREAM)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,30 +62,49 @@ class CoordinatorKeeper:
         return self._listener is not None
 
     async def keep(self, options: list[str], token: str, restarted: Callable[[], None]) -> None:
-        """Start the coordinator, and again whenever it dies; return when it has ended with code 0.
+        """Start the coordinator, and again whenever it dies; return when it has ended with code 0, or for ``stop``.
 
         ``restarted`` is called before each new start.
         """
         assert self._listener is not None
-        for start in itertools.count():
-            words = ["--first-host", str(HOSTS_PER_START * start), *options]
-            self.process = await start_coordinator(self._listener.fileno(), words, token)
-            if await self.process.wait() == 0:
-                return
-            restarted()
+        try:
+            for start in itertools.count():
+                words = ["--first-host", str(HOSTS_PER_START * start), *options]
+                self.process = await start_coordinator(self._listener.fileno(), words, token)
+                if await self.process.wait() == 0 or self._stopping:
+                    return
+                restarted()
+        finally:
+            self._over.set()
 
-    async def let_end(self, patience: float | None) -> None:
-        """Wait for the coordinator to end, and kill it after ``patience`` seconds (None: never).
+    async def let_end(self, patience: float | None, lingers: Callable[[], None]) -> None:
+        """Wait for the coordinator to end for good, and kill it after ``patience`` seconds (None: never).
 
-        It ends by itself when no host is left. Until then it serves the other machines.
+        It ends by itself when no host is left. Until then it serves the other machines, and is restarted if it dies.
+        ``lingers`` is called if that takes a while.
         """
         if self.process is None:
             return
         try:
-            await asyncio.wait_for(self.process.wait(), patience)
-        except (TimeoutError, asyncio.CancelledError):
-            self.kill()
-            await self.process.wait()
+            if not await self._is_over(LINGER_SECONDS):
+                lingers()
+                await self._is_over(patience)
+        finally:  # also if this is cancelled
+            self.stop()
+        await self._over.wait()
+
+    async def _is_over(self, seconds: float | None) -> bool:
+        """Wait so long for the coordinator to end for good; return whether it has."""
+        try:
+            await asyncio.wait_for(self._over.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Kill the coordinator's process for good."""
+        self._stopping = True
+        self.kill()
 
     def kill(self) -> None:
         """Kill the coordinator's process, if it runs here."""
@@ -103,8 +126,9 @@ def _free_port(family: int, address: str) -> int:
 
 async def start_coordinator(listener: int, options: list[str], token: str) -> asyncio.subprocess.Process:
     """Start a coordinator that serves on this listening descriptor."""
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "holdfast.cluster.coordinator", "--listener", str(listener), *options),
-        env={**os.environ, "HOLDFAST_TOKEN": token},
-        pass_fds=[listener],
-    )
+    with signals.held():
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "holdfast.cluster.coordinator", "--listener", str(listener), *options),
+            env={**os.environ, "HOLDFAST_TOKEN": token},
+            pass_fds=[listener],
+        )

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.cluster import stacks
-from holdfast.cluster.client import CONNECTED
+from holdfast.cluster import signals, stacks
 from holdfast.cluster.events import Events
 from holdfast.cluster.membership import GIVEN_UP
 from holdfast.cluster.wire import Message
@@ -37,6 +36,7 @@ class LocalWorker:
     pid: int | None = None  # None until the zygote has told it
     shown: int = 0  # bytes of its log already on the console
     error: Message | None = None  # the error that it has reported on its lifeline
+    unread: str = ""  # the begin of a message on its lifeline
     orphan: bool = False  # the zygote that forked it has ended
     born: float = field(default_factory=time.monotonic)  # time of its start
     connected: bool = False  # it has reached the coordinator
@@ -62,10 +62,13 @@ UNKILLABLE_SECONDS = 10.0  # after SIGKILL: a process that still exists is one t
 LATE_SECONDS = 1.0  # after a lifeline has closed: a zygote that has not reported the exit code by then is hung
 
 Ended = Callable[[LocalWorker, int, str], None]  # worker, exit code, cause
+Reported = Callable[[LocalWorker, Message], None]  # worker, what it says of its leaving (``lifeline.report``)
 
 
 class LocalWorkers:
     """Starts workers, shows their output with ``say``, and calls ``ended(worker, exit code, cause)`` for each.
+
+    ``reported`` is called with what a worker says of its leaving.
 
     ``zygote``: the socket to a zygote that runs already; None: start one.
     """
@@ -78,6 +81,7 @@ class LocalWorkers:
         events: Events,
         say: Callable[[str], None],
         ended: Ended,
+        reported: Reported,
     ) -> None:
         self.alive: dict[str, LocalWorker] = {}
         self._log_dir = log_dir
@@ -89,6 +93,7 @@ class LocalWorkers:
         self._kills: set[asyncio.Task[None]] = set()  # kills under way
         self._say = say
         self._ended = ended
+        self._reported = reported
 
     def start(self, name: str, slot: int, *, command: list[str], module: bool, environment: dict[str, str]) -> None:
         """Have the zygote fork a worker that runs ``command`` with these further environment variables."""
@@ -154,26 +159,36 @@ class LocalWorkers:
         self._send_orders()
 
     def _hear(self, worker: LocalWorker) -> None:
-        """Take in a worker's error from its lifeline. A closed lifeline means that the worker has ended."""
+        """Take in a worker's error, or its reports. A closed lifeline means that the worker has ended."""
         try:
             data = worker.lifeline.recv(2**17)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if data.startswith(CONNECTED):
-            worker.connected = True
-            data = data.removeprefix(CONNECTED)
-            if not data:
-                return
         if data:
-            # A worker that is refused connects again, and may tell it twice before it ends: the first counts.
-            worker.error, _ = json.JSONDecoder().raw_decode(data.decode())
+            self._take_in(worker, data.decode(errors="replace"))
             return
         asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
         # The zygote should report the exit code soon. If it does not, it has ended or hangs.
         wait = 0.0 if worker.orphan else LATE_SECONDS
         asyncio.get_running_loop().call_later(wait, self._unreported, worker)
+
+    def _take_in(self, worker: LocalWorker, text: str) -> None:
+        """Take in all messages that are whole by now: JSON objects, one after the other."""
+        worker.unread += text
+        while worker.unread:
+            try:
+                message, length = json.JSONDecoder().raw_decode(worker.unread)
+            except ValueError:
+                return  # the rest is still to come
+            worker.unread = worker.unread[length:]
+            if "connected" in message:
+                worker.connected = True
+            elif "report" in message:
+                self._reported(worker, message)
+            elif worker.error is None:  # a worker that is refused may tell it twice before it ends: the first counts
+                worker.error = message
 
     def _unreported(self, worker: LocalWorker) -> None:
         """Count a worker as ended with code 1 if the zygote has not reported it; kill that zygote."""
@@ -269,6 +284,7 @@ def start_zygote() -> socket.socket:
     command = [sys.executable, "-m", "holdfast.cluster.zygote", str(theirs.fileno())]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     # Not waited for: it ends by itself when our end of the socket closes.
-    subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+    with signals.held():
+        subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
     theirs.close()
     return ours

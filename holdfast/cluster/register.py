@@ -87,6 +87,10 @@ class Register:
         else:
             self.workers.pop(peer.name, None)
 
+    def retire(self, host: Host) -> None:
+        """Strike a host out, but keep its connection: it keeps the coordinator, and hears heartbeats and the end."""
+        self.hosts.pop(host.number, None)
+
     @property
     def everybody(self) -> Iterable[Peer]:
         """All hosts and workers."""

@@ -115,7 +115,7 @@ class Roster(Generations):
             elif kind == "nobody":
                 self._nobody_left_on(peer, message["reason"])
             elif kind == "bye":
-                self._host_gone(peer, DONE)
+                self._host_gone(peer, DONE, stays=message.get("stays", False))
             elif kind == "beat":
                 peer.starting = {name: float(age) for name, age in dict(message.get("starting", {})).items()}
         elif kind == "standing":
@@ -160,6 +160,8 @@ class Roster(Generations):
         welcome |= {"begun": self.generation is not None, "finishing": self._finishing, "members": self.members}
         self._register.send(host.connection, welcome)
         self._register.log("host", host=number, slots=host.slots)
+        if hello.get("stays"):  # it said so before a restart of the coordinator: others may be about to come back
+            self._register.retire(host)
         self.kill_given_up()
         self.advance()
 
@@ -276,13 +278,16 @@ class Roster(Generations):
             self._given_up.add(peer.name)
             self._worker_gone(peer.name, "connection lost")
 
-    def _host_gone(self, host: Host, cause: str, *, silent: bool = False) -> None:
+    def _host_gone(self, host: Host, cause: str, *, silent: bool = False, stays: bool = False) -> None:
         """Strike out a host. Its workers have their own connections; only the target shrinks by its slots.
 
         Workers whose lines were lost before are given up: nobody is left who could tell that they live. Not if the
-        coordinator itself was ``silent``: then all may come back.
+        coordinator itself was ``silent``: then all may come back. ``stays``: its agent still keeps the coordinator.
         """
-        self._register.remove(host)
+        if stays:
+            self._register.retire(host)
+        else:
+            self._register.remove(host)
         self._register.log("host-gone", host=host.number, cause=cause)
         for name in [] if silent else [name for name in self.absent if machine_of(name) == host.number]:
             self._given_up.add(name)

@@ -11,14 +11,14 @@ import logging
 import os
 import runpy
 import select
-import signal
 import socket
 import sys
 import traceback
 from typing import Any
 
 from holdfast import logs
-from holdfast.cluster import stacks
+from holdfast.cluster import lifeline as to_agent
+from holdfast.cluster import signals, stacks
 from holdfast.cluster.pulse import PULSE
 from holdfast.errors import HoldfastError
 
@@ -94,6 +94,7 @@ def run_worker(order: Order, lifeline: int) -> int:
     try:
         _run_script(order["module"])
         farewell()
+        to_agent.report("finished")  # so that an agent that was asked to leave knows that all is done
         return 0
     except Stopped as e:
         leave()
@@ -119,7 +120,7 @@ def run_worker(order: Order, lifeline: int) -> int:
 def _become_worker(order: Order, lifeline: int) -> None:
     """Set session, signals, output, environment, folder and arguments as the order says."""
     os.setsid()  # a session of its own: Ctrl-C on the terminal reaches only the agent, which asks workers to leave
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signals.pass_on(lambda name: to_agent.report("signal", name=name))
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -157,9 +158,8 @@ def _tell_agent(lifeline: int, error: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # The agent handles signals to the process group. The zygote ends when the agent's socket closes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The zygote ends when the agent's socket closes.
+    signals.leave_to_agent()
     try:
         serve(socket.socket(fileno=int(sys.argv[1])))
     except ConnectionError:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.cluster import faults
+from holdfast.cluster import faults, lifeline
 from holdfast.cluster.client import Client, Place
 from holdfast.cluster.events import Events
 from holdfast.cluster.labels import Label
@@ -134,7 +134,14 @@ class Run:
         engine, kept = self.engine, settings.checkpoint
         label = make_label(settings, engine)
         self._progress = Progress(label=label)
-        self._state = State(engine.model, engine.update, self._progress, holdings=engine.holdings, exact=engine.exact)
+        self._state = State(
+            engine.model,
+            engine.update,
+            self._progress,
+            holdings=engine.holdings,
+            exact=engine.exact,
+            look=engine.look_at,
+        )
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
         self._arranger = make_arranger(settings, engine, self._state, self._events, self._saver, self._log)
@@ -220,6 +227,8 @@ class Run:
             if self._saver.is_due(self._cohort, last=last):
                 self._settle("a checkpoint")
             self._saver.if_due(self._cohort, last=last)
+        elif self._cohort.everybody_leaves:
+            lifeline.report("unsaved", step=self.step, reason="the run has no checkpoint folder", wanted=False)
 
     def _settle(self, why: str, *, full: bool = True) -> None:
         """Make replicas equal that train apart. ``why`` is for the report; ``full``: the optimizer's state too."""

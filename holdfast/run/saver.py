@@ -17,7 +17,7 @@ from holdfast.checkpoint import index, series
 from holdfast.checkpoint.background import Work
 from holdfast.checkpoint.safetensors_writer import StagedImage
 from holdfast.checkpoint.saving import Save, WriteReport
-from holdfast.cluster import faults
+from holdfast.cluster import faults, lifeline
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.cluster.texts import Texts
@@ -32,6 +32,7 @@ from holdfast.run.reports import collect, post
 
 PATIENCE_SECONDS = 10.0  # training waits so long for the last checkpoint to be written, then skips the new one
 LONGEST_SECONDS = 600.0  # a worker that leaves waits so long for its disk: the last checkpoint is worth it
+PROGRESS_SECONDS = 0.2  # between two reports of how much of the last checkpoint is written
 SKIP = -1e12  # value of a worker that cannot take part: negative enough to make the sum of all values negative
 logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of a full disk, and of a used-up quota
@@ -84,7 +85,11 @@ class Saver(Resumer):
             faults.at_step(self._state.progress.step)
             cohort.commit(TakeCheckpoint(self, cohort, self._state.progress.step))
         if cohort.everybody_leaves:
-            self.settle(cohort)
+            step = self._state.progress.step
+            if self.settle(cohort) or not step:
+                lifeline.report("saved", step=step)
+            else:
+                lifeline.report("unsaved", step=step, reason="the last checkpoint failed", wanted=True)
 
     def _forget_records(self) -> None:
         """Drop the log's records of steps before the newest durable checkpoint.
@@ -99,8 +104,8 @@ class Saver(Resumer):
                 self._taken = [later for later in self._taken if later > step]
                 return
 
-    def settle(self, cohort: Cohort) -> None:
-        """Wait until the last checkpoint is durable, before all leave.
+    def settle(self, cohort: Cohort) -> bool:
+        """Wait until the last checkpoint is durable, before all leave; return whether it is.
 
         It is taken once more if it does not exist: the worker that should have committed it may be lost.
         """
@@ -109,9 +114,10 @@ class Saver(Resumer):
             cohort.commit(Flush(self))
             there = cohort.commit(LookForCheckpoint(self))
             if there or again or not progress.step:
-                return
+                return bool(there)
             progress.saved = None
             cohort.commit(TakeCheckpoint(self, cohort, progress.step))
+        return False
 
     def last_exists(self) -> bool:
         """Wait for the last checkpoint; return whether it is complete. All have written their share by now."""
@@ -191,7 +197,7 @@ class Saver(Resumer):
         try:
             faults.point("write", step=step)
             try:
-                post(save, save.write(self._staged.fill, threads=2))
+                post(save, save.write(self._staged.fill, _Progress(save, step, cohort), threads=2))
             except BaseException:
                 post(save, None)  # so that the first worker does not wait for this share
                 raise
@@ -240,6 +246,21 @@ class Saver(Resumer):
         if self.flush(LONGEST_SECONDS):
             for work in self._works:
                 work.join(LONGEST_SECONDS)
+
+
+class _Progress:
+    """Counts the bytes that this worker has written of a checkpoint. If all leave, its agent shows it."""
+
+    def __init__(self, save: Save, step: int, cohort: Cohort) -> None:
+        self._size, self._step, self._cohort = save.image.size, step, cohort
+        self._done, self._told = 0, 0.0
+        self(0)
+
+    def __call__(self, done: int) -> None:
+        self._done += done  # by two threads at times: a percentage need not be exact
+        if self._cohort.everybody_leaves and time.monotonic() - self._told > PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            lifeline.report("saving", step=self._step, done=self._done, size=self._size)
 
 
 class TakeCheckpoint(Operation):

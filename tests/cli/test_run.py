@@ -39,6 +39,7 @@ def fresh(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen
         (["run", "--rdzv-endpoint", "localhost", str(TRAIN)], "HOLDFAST_TOKEN"),
         (["run", "--token-file", "missing", str(TRAIN)], "missing"),
         (["run", "-n", "0", str(TRAIN)], "'-n'"),
+        (["run", "--grace", "0", str(TRAIN)], "'--grace'"),
         (["run", "--step-timeout", "soon", str(TRAIN)], "--step-timeout soon is not a number of seconds"),
         (["run", "--step-timeout", "9:3", str(TRAIN)], "--step-timeout 9:3"),
         (["demo", "--workers", "1"], "--workers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from holdfast.cluster import local
 from holdfast.cluster.client import CONNECTED
 from holdfast.cluster.events import Events, read_events
 from holdfast.cluster.local import LocalWorker, LocalWorkers
+from holdfast.cluster.wire import Message
 
 
 class Machine:
@@ -21,11 +23,17 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
         self.ended: list[tuple[str, int, str]] = []
+        self.reports: list[Message] = []
         self.done = asyncio.Event()
         zygote, self.hung = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.events = folder / "events.jsonl"
         self.workers = LocalWorkers(
-            log_dir=folder, zygote=zygote, events=Events(self.events), say=self.said.append, ended=self._note
+            log_dir=folder,
+            zygote=zygote,
+            events=Events(self.events),
+            say=self.said.append,
+            ended=self._note,
+            reported=lambda worker, report: self.reports.append(report),
         )
 
     def _note(self, worker: LocalWorker, code: int, cause: str) -> None:
@@ -74,6 +82,28 @@ def test_a_worker_says_that_it_has_connected(tmp_path: Path, more: bytes) -> Non
         assert machine.workers.starting == {}
         expected: dict[str, Any] | None = {"text": "refused", "final": True} if more else None
         assert worker.error == expected
+        asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
+        lifeline.close()
+
+    asyncio.run(run())
+
+
+def test_words_on_a_lifeline_may_come_in_any_order_and_in_parts(tmp_path: Path) -> None:
+    """A signal may reach a worker before it has connected, and a long error is read in parts."""
+
+    async def run() -> None:
+        machine = Machine(tmp_path)
+        worker, lifeline = machine.start("0.0")
+        signalled, error = {"report": "signal", "name": "SIGTERM"}, {"text": "x" * 2000, "final": True}
+        words = json.dumps(signalled).encode() + CONNECTED + json.dumps(error).encode() + b'{"text": "told twice"}'
+        for begin in range(0, len(words), 700):
+            lifeline.send(words[begin : begin + 700])
+            await asyncio.sleep(0)
+        while worker.error is None:
+            await asyncio.sleep(0.001)
+        assert machine.reports == [signalled]
+        assert worker.connected
+        assert worker.error == error, "the first counts"
         asyncio.get_running_loop().remove_reader(worker.lifeline.fileno())
         lifeline.close()
 

@@ -6,6 +6,7 @@ layers come or go, but not at the begin. ``filling W``: W is killed when it has 
 ``sending W N``: W is killed in the middle of the Nth large message that it sends. ``late W N``: in step N, W begins
 no eager update until the generation breaks: it is untouched. ``begin W N``: in step N, W tells when it has updated
 its first bucket; ``follow W N``: in step N, W has updated its first bucket, waits to be told so, and is killed.
+``slow W S``: W's disk takes S seconds for each block of a checkpoint.
 """
 
 import itertools
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from holdfast.checkpoint import disk
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, Transfer
 from holdfast.recovery import copy
@@ -42,10 +44,22 @@ def meddle(plan: str) -> None:
         _update_late(step)
     for what, step in [(what, int(rest[0])) for what, *rest in mine if what in ("begin", "follow")]:
         _tell_or_die(step, dies=what == "follow")
+    for seconds in [float(rest[0]) for what, *rest in mine if what == "slow"]:
+        _slow_disk(seconds)
     if ("copying",) in mine:
         _die_copying()
     if ("filling",) in mine:
         _die_filling()
+
+
+def _slow_disk(seconds: float) -> None:
+    real = disk._write_all
+
+    def write_all(fd: int, data: Any, offset: int) -> None:
+        time.sleep(seconds)
+        real(fd, data, offset)
+
+    disk._write_all = write_all
 
 
 def _die() -> None:
