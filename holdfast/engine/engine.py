@@ -17,14 +17,15 @@ from holdfast.data.fetch import Dataset, fetch
 from holdfast.data.order import Batches, Order
 from holdfast.engine.collector import Collector
 from holdfast.engine.gradients import Bucket, make_buckets
+from holdfast.engine.guard import Guard, refusal
 from holdfast.engine.holdings import Holdings
-from holdfast.engine.model import LayeredModel
+from holdfast.engine.model import LayeredModel, Unit
 from holdfast.engine.reduce import Reduction
 from holdfast.engine.stage import Stage, connect, post_of
-from holdfast.engine.statistics import RunningStatistics
+from holdfast.engine.statistics import ChangingBuffers
 from holdfast.engine.tied_gradients import Ties
 from holdfast.engine.update import Update
-from holdfast.errors import LossNotFinite, UsageError
+from holdfast.errors import Broken, LossNotFinite, UsageError
 from holdfast.log.record import Recorder, RecordKeeper
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.timeline import one_forward_one_backward
@@ -65,7 +66,9 @@ class Engine:
         self.autocast = autocast
         self.log = log
         self.layout = side_by_side(len(model.layers), 1)
-        self.statistics = RunningStatistics(model)
+        # An eager update changes parameters while passes still run.
+        self.guard = Guard(model, trained=update.inverse is None, loss=loss)
+        self.buffers = None if exact or log is not None else ChangingBuffers(self.guard)  # None: none may change
         self.used: list[int] = []  # samples of the current attempt, for tests that count them
         self.ties = Ties(model)
         self.eager = None if update.inverse is None else Eager(model, update)
@@ -122,13 +125,11 @@ class Engine:
 
         Returns the weighted losses of the step's micro-batches, zero where others computed them. Raises ``Broken`` if
         a worker is lost, ``LossNotFinite`` for a loss that is NaN or infinite, and ``UsageError`` for a loss that is
-        not one number, or a forward pass that changes buffers in exact mode.
+        not one number, and for a forward pass that changes what it must not.
         """
         self.drop()
-        self.statistics.begin()
         count = self.order.micro_batches(step)
         losses = [0.0] * count
-        buffers = self.model.buffer_versions()
         self.model.train()
         self.used = []
         summed = None
@@ -141,14 +142,15 @@ class Engine:
             self.log.begin(step)
             self.recorder.at(step, reduction.share)
         if self._stage is not None:
-            self._run_schedule(step, self._stage, reduction, losses)
-            self._stage.finish()
-            self._refuse_changed_buffers(buffers)
+            with self._guarding("the forward pass"):
+                self._run_schedule(step, self._stage, reduction, losses)
+                self._stage.finish()
         reduction.flush()
         reduction.finish()
         self.ties.add_up(group, self.layout, self.recorder)
         self._norms = self._all_norms(group)
-        self.statistics.agree(group, self.layout)
+        if self.buffers is not None:
+            self.buffers.agree(group, self.layout, self._shares(count))
         if self.eager is not None:
             self.eager.added_up()
         return losses
@@ -237,27 +239,48 @@ class Engine:
             raise UsageError("the loss does not depend on any parameter", hint="check requires_grad, and detach()")
         return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
-    def _refuse_changed_buffers(self, before: dict[str, tuple[torch.Tensor, int]]) -> None:
-        """Raise ``UsageError``, in exact mode, if the forward pass has changed a buffer."""
-        if not self.exact:
-            return
-        for name, (buffer, version) in self.model.buffer_versions().items():
-            if buffer is not before[name][0] or version != before[name][1]:
-                raise UsageError(
-                    f"the forward pass changes buffer '{name}', so its value depends on who computes what",
-                    hint="leave buffers alone while training, or numerics='fast'",
-                )
+    @contextmanager
+    def _guarding(self, during: str) -> Iterator[None]:
+        """Guard the model's tensors while passes run. Raises ``UsageError`` for a change that would stay unknown."""
+        renewed = self.guard.begin()
+        if self.buffers is not None:
+            self.buffers.begin(renewed)
+        try:
+            yield
+        except Broken:
+            self._look(during)  # the pass is dropped, but not what it has written
+            raise
+        self._look(during)
+
+    def _look(self, during: str) -> None:
+        changed = self.guard.changed()
+        for each in changed:
+            if each.kind != "buffer" or self.buffers is None:
+                raise refusal(each, during=during)
+        if self.buffers is not None:
+            self.buffers.note(changed)
+
+    def look_at(self, unit: Unit | None) -> None:
+        """Raise ``UsageError`` if some byte that no pass may change has changed, in a unit or (None) anywhere."""
+        self.guard.look_at_all(unit, buffers=self.buffers is None)
 
     def _all_norms(self, group: Group) -> torch.Tensor | None:
         """Return the norms of all parameters' gradients, if they are needed and some gradients are on other workers.
 
-        The first holder of each parameter tells its norm; the others add zero.
+        The first holder of each parameter tells its norm; the others add zero. In the same exchange workers compare
+        the values of the optimizer's groups: steps on different layers may have led to different ones. Raises
+        ``UsageError`` if they have.
         """
-        if self.update.clip_norm is None or self.layout.is_whole:
+        if self.layout.is_whole:
             return None
-        norms = self.update.norms().masked_fill_(~self._tells, 0.0)
-        group.sum(norms)
-        return norms
+        mark = self.update.mark()
+        told = torch.tensor([mark, mark**2], dtype=torch.float64, device=self.model.device)
+        if self.update.clip_norm is not None:
+            told = torch.cat([told, self.update.norms().masked_fill_(~self._tells, 0.0)])
+        group.sum(told)
+        if float(told[0]) ** 2 != float(told[1]) * group.size:
+            raise self.update.other_groups()
+        return None if self.update.clip_norm is None else told[2:]
 
     @cached_property
     def _home(self) -> list[int]:
@@ -273,13 +296,15 @@ class Engine:
             self.log.note(step, terms)
         if faults.sabotaged("double-update"):
             self.update.apply(step=step, norms=self._norms)
-        self.statistics.keep()
+        if self.buffers is not None:
+            self.buffers.keep()
         self.drop()
         seed_everything(seed_of(self.order.seed, step, "after"), self.model.device)
 
     def drop(self) -> None:
-        """Forget the gradients of the last attempt, and undo its eager updates."""
-        self.statistics.restore()
+        """Forget the gradients of the last attempt, and undo its eager updates and its changes of buffers."""
+        if self.buffers is not None:
+            self.buffers.restore()
         if self.eager is not None:
             self.collector.stop()
             self._undo(self.eager)
@@ -300,7 +325,8 @@ class Engine:
     def evaluate(self, data: Dataset, measure: Loss, group: Group) -> list[float]:
         """Return the weighted values of this worker's share of an evaluation, zero where others compute them.
 
-        ``measure(output, target)`` returns the mean over the samples. Raises ``UsageError`` for empty data.
+        ``measure(output, target)`` returns the mean over the samples. Raises ``UsageError`` for empty data, and for
+        an evaluation that changes what it must not. In fast mode its changes of buffers are undone.
         """
         if len(data) == 0:
             raise UsageError("there is nothing to evaluate: the data set is empty")
@@ -315,7 +341,7 @@ class Engine:
         values = [0.0] * count
         if self._stage is None:
             return values
-        with self._evaluating():
+        with self._evaluating(), self._guarding("the evaluation"):
             for number, index in enumerate(self._shares(count)[group.rank]):
                 group.check()
                 samples = order.samples(0, index)
@@ -343,11 +369,13 @@ class Engine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Set the model to evaluation, without gradients, and back to training."""
+        """Set the model to evaluation, without gradients, and back to training. It leaves buffers as they were."""
         self.model.train(False)
         try:
             with torch.no_grad():
                 yield
         finally:
+            if self.buffers is not None:
+                self.buffers.restore()
             self.model.train()
             seed_everything(seed_of(self.order.seed, "evaluated"), self.model.device)

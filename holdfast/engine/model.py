@@ -221,10 +221,6 @@ class LayeredModel:
             buffers += unit.buffers
         return found
 
-    def buffer_versions(self) -> dict[str, tuple[Tensor, int]]:
-        """Return something that changes whenever a forward pass writes into a buffer, or replaces it."""
-        return {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
-
 
 def _no_layers() -> UsageError:
     return UsageError("layers must be torch modules", hint="pass a module, nn.Sequential or a list")

@@ -7,7 +7,7 @@ those of a worker that holds everything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ class State:
 
     ``progress`` has what else a joiner needs to know, such as the step. Any unit with memory may be written, but only
     units in ``holdings`` are read: memory whose values never arrived must not be taken for state. Without ``holdings``,
-    every unit with memory counts.
+    every unit with memory counts. ``look`` is called with each unit before it is sent, and with
+    None before all are saved or hashed. It may raise.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class State:
         *,
         holdings: Holdings | None = None,
         exact: bool = True,
+        look: Callable[[Unit | None], None] = lambda unit: None,
     ) -> None:
         self.model = model
         self.update = update
         self.progress = progress
         self._holdings = holdings
         self._exact = exact
+        self._look = look
         self._names = Names(model)
         self._extra = self._names.extra()
 
@@ -68,6 +71,7 @@ class State:
     def read(self, unit: Unit) -> Any:
         """Return the values of a unit that is held here: parameters, buffers, and the optimizer's slots."""
         assert self.is_held(unit), f"unit {unit.number} is not here"
+        self._look(unit)
         trained = [p for p in unit.parameters if p.requires_grad]
         # Buffers are copied: a forward pass may change them while they are being sent.
         copies = [buffer.clone() for buffer in unit.buffers]
@@ -87,6 +91,11 @@ class State:
         if "extra" in value:
             self.model.module.load_state_dict(value["extra"], strict=False)
 
+    def filled(self) -> None:
+        """Note that a checkpoint was read into all units with memory here, and forget what the others had."""
+        _count_writes(unit for unit in self.model.units if self.model.is_held(unit))
+        self.forget()
+
     def forget(self) -> None:
         """Drop the optimizer's slots of parameters that have no memory here."""
         self.update.forget([p for p in self.model.trainable if not self._names.has(p, self.model.is_held)])
@@ -101,6 +110,7 @@ class State:
             yield
         finally:
             slots.update(kept)
+            _count_writes(unit for unit in self.model.units if unit.number in units)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -109,6 +119,7 @@ class State:
 
         Units of other workers are there by name and shape, so that the trees of all workers form one checkpoint.
         """
+        self._look(None)
         transient = self._transient(self.is_held)
         return {
             **self._sections(self.is_held),
@@ -126,6 +137,18 @@ class State:
         run = {"progress": None, "transient": self._transient(filled), "made_of": None}
         return {**self._sections(filled), "scheduler": None, "step": None, "run": run}
 
+    def fit(self, targets: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        """Leave out of ``targets`` what the checkpoint does not have: once, fast mode saved no non-persistent buffers.
+
+        They get the values that their layers begin with, where a function makes the layer. ``saved``: its tree.
+        """
+        if saved["run"]["transient"]:
+            return
+        unsaved = {id(value) for value in targets["run"]["transient"].values() if isinstance(value, torch.Tensor)}
+        targets["run"]["transient"] = {}
+        units = [unit for unit in self.model.units if any(id(buffer) in unsaved for buffer in unit.buffers)]
+        self.model.make(unit for unit in units if self.model.can_make(unit))
+
     def restore(self, filled: dict[str, Any]) -> None:
         """Take over the values that were read into ``targets``. Raises ``CheckpointError`` for another optimizer."""
         for what, before, now in zip(_MADE_OF, filled["run"]["made_of"], self._made_of(), strict=True):
@@ -141,9 +164,10 @@ class State:
         return {"model": PartialModule(module=self.model.module, absent=absent), "optimizer": self.update.optimizer}
 
     def _transient(self, held: Held) -> dict[str, Any]:
-        """Return the non-persistent buffers. Modules do not save them, but a run that resumes exactly needs them."""
-        if not self._exact:  # without exactness they may differ between workers
-            return {}
+        """Return the non-persistent buffers. Modules do not save them, but a run that resumes needs them.
+
+        A layer that gets memory has no values in them, and forward passes may change them in fast mode.
+        """
         return {name: one.value if one.held else _absent(one) for name, one in self._names.transient(held).items()}
 
     def _made_of(self) -> list[str]:
@@ -160,6 +184,7 @@ class State:
 
     def digests(self, *, weights_only: bool = False) -> dict[str, str]:
         """Return a SHA-256 for each name that is held here: of weights and buffers, and of each parameter's slots."""
+        self._look(None)
         saved = self._names.saved(self.is_held)
         found = {_MODEL + name: _digest([name, one.value]) for name, one in saved.items() if one.held}
         if not weights_only:
@@ -215,6 +240,13 @@ def _digest(value: Any) -> str:
     for tensor in tensors:
         digest.update(as_bytes(tensor))
     return digest.hexdigest()
+
+
+def _count_writes(units: Iterable[Unit]) -> None:
+    """Let torch count a write into each tensor: checkpoints are read into their memory without its knowledge."""
+    for unit in units:
+        for tensor in unit.tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from holdfast.engine.outside import Outside, content_of_groups, mark_of_groups, needs_closure
 from holdfast.errors import UsageError
 
 Schedule = Callable[[Optimizer], LRScheduler] | Callable[[int], float]
@@ -43,7 +44,8 @@ class Update:
     ``optimizer``: a function of the parameters that makes the optimizer. ``schedule``: a function of the optimizer
     that makes a torch scheduler, or a function of the step that returns the learning rate. ``clip_norm``: the largest
     norm of all gradients together. With ``inverse`` a step may also be applied in parts, and undone. Raises
-    ``UsageError`` for an optimizer or a schedule that is none of these.
+    ``UsageError`` for an optimizer or a schedule that is none of these, and in a step for an optimizer that keeps
+    something outside its parameters' state and its groups.
 
     >>> p = nn.Parameter(torch.ones(1))
     >>> update = Update([p], lambda ps: torch.optim.SGD(ps, lr=1.0), schedule=lambda step: 0.5)
@@ -67,12 +69,25 @@ class Update:
                 "optimizer must be a function that makes an optimizer",
                 hint="pass lambda params: torch.optim.AdamW(params, lr=3e-4)",
             )
+        if needs_closure(made):
+            raise UsageError(
+                f"{type(made).__name__} computes the loss several times in a step, but a run computes it once",
+                hint="use an optimizer whose step() takes no argument",
+            )
         self.optimizer = made
         self.clip_norm = clip_norm
         self.inverse = inverse
         groups = enumerate(made.param_groups)
         self._group_of = {p: number for number, group in groups for p in group["params"]}
+        if self._group_of.keys() - set(self.parameters):
+            raise UsageError(
+                f"optimizer {type(made).__name__} has parameters that are not the model's: nobody sums their gradients",
+                hint="put them into a layer, and give the optimizer the parameters that it is called with",
+            )
         self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
+        self._outside = Outside(made)
+        self._before: list[dict[str, Any]] = []  # values of the groups before the update of a step
+        self._changed = ""  # the values that the last update has changed, in words
 
     def norms(self) -> torch.Tensor:
         """Return the norm of each parameter's gradient, zero where there is none here."""
@@ -100,22 +115,54 @@ class Update:
         if self._rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(step)
+        self._outside.begin()
+        self._before = content_of_groups(self._groups())
 
     def terms(self, *, norm: float | None = None) -> Terms:
         """Return the terms of the current step. Tensors are copied: a scheduler may write into a learning rate."""
-        groups = [{k: v.clone() if torch.is_tensor(v) else v for k, v in group.items()} for group in self._groups()]
-        return Terms(groups=groups, norm=norm)
+        return Terms(groups=[_copied(group) for group in self._groups()], norm=norm)
 
     def end(self) -> None:
-        """Let the scheduler go on to the next step: all parameters are updated."""
+        """Let the scheduler go on to the next step: all parameters are updated.
+
+        Raises ``UsageError`` if the optimizer has changed what a run does not carry.
+        """
+        self._outside.refuse_changes()
+        self._changed = self._changed_in_groups()
+        if self.inverse is not None and self._changed:
+            raise UsageError(
+                f"optimizer {type(self.optimizer).__name__} changes {self._changed} in its step, but there is one step "
+                "for each layer with update='eager'",
+                hint="keep it in state[parameter], or update='commit'",
+            )
         if self.scheduler is not None:
             self.scheduler.step()
 
     def repeat(self, terms: Terms) -> None:
         """Repeat an update for parameters that were lost since. The optimizer keeps the settings of that step."""
         for group, values in zip(self.optimizer.param_groups, terms.groups, strict=True):
-            group.update(values)
+            group.update(_copied(values))  # a step may write into a tensor, and the terms may be needed again
+        self._outside.begin()
         self._step(terms.norm)
+        self._outside.refuse_changes()
+
+    def _changed_in_groups(self) -> str:
+        """Return in words which values of the groups this step has changed; "" if it has changed none."""
+        pairs = enumerate(zip(self._before, content_of_groups(self._groups()), strict=True))
+        found = [(place, key) for place, (old, new) in pairs for key in new if old.get(key) != new[key]]
+        return ", ".join(f"param_groups[{place}]['{key}']" for place, key in found)
+
+    def mark(self) -> int:
+        """Return a small number that stands for the values of the groups. They must be equal on all workers."""
+        return mark_of_groups(self._groups())
+
+    def other_groups(self) -> UsageError:
+        """Return the error of groups whose values are not the same on all workers."""
+        return UsageError(
+            f"optimizer {type(self.optimizer).__name__} has different values in {self._changed or 'param_groups'} on "
+            "workers that hold different layers, or train apart",
+            hint="keep it in state[parameter], or give every worker all layers, and sync='every-step'",
+        )
 
     def _step(self, norm: float | None) -> None:
         if norm is not None and self.clip_norm is not None:
@@ -196,6 +243,10 @@ class Update:
             group.update(values)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(settings["scheduler"])
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
 
 
 def _like(value: Any, p: nn.Parameter) -> Any:

@@ -190,7 +190,7 @@ class Resumer:
     def fill(self, step: int) -> None:
         """Read all layers that have memory here. After an error some of them may be overwritten: do not use them."""
         self._read(step, self._state.targets())
-        self._state.forget()
+        self._state.filled()
 
     def fill_units(self, step: int, units: Collection[int]) -> None:
         """Read some units only, while a run goes on. The caller restores the optimizer's settings afterwards."""
@@ -226,6 +226,7 @@ class Resumer:
         try:
             catalogue = index.open(series.folder_of(self.settings.root, step))
             self._files = sorted(catalogue.files)
+            self._state.fit(into, catalogue.tree)
             self._planned(catalogue, into).carry_out()
         except CheckpointError as e:
             logger.warning("cannot resume from step %d: %s", step, e)

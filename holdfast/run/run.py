@@ -134,7 +134,14 @@ class Run:
         engine, kept = self.engine, settings.checkpoint
         label = make_label(settings, engine)
         self._progress = Progress(label=label)
-        self._state = State(engine.model, engine.update, self._progress, holdings=engine.holdings, exact=engine.exact)
+        self._state = State(
+            engine.model,
+            engine.update,
+            self._progress,
+            holdings=engine.holdings,
+            exact=engine.exact,
+            look=engine.look_at,
+        )
         self._events = Events(os.environ.get("HOLDFAST_EVENTS"))
         self._saver = Saver(kept, self._state, self._events, self._log) if kept else None
         self._arranger = make_arranger(settings, engine, self._state, self._events, self._saver, self._log)

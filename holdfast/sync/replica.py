@@ -28,7 +28,7 @@ class _Slot:
 
 
 class Replica:
-    """Parameters, float buffers and optimizer state, in an order that is the same on every replica.
+    """Parameters, buffers and optimizer state, in an order that is the same on every replica.
 
     A *contribution* is a copy of them; the mean of all contributions is *adopted*. A full contribution has the
     optimizer's state and the tracker's in it, whatever the policy says, so that replicas are equal afterwards.
@@ -65,11 +65,11 @@ class Replica:
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for buffer in self._all_buffers() if buffer.is_floating_point() or buffer.is_complex()]
+        return list(self._all_buffers())
 
     @property
     def has_statistics(self) -> bool:
-        """Whether there are float buffers. Forward passes may change them, so they differ even after steps together."""
+        """Whether there are buffers. Forward passes may change them, so they differ even after steps together."""
         return bool(self._buffers)
 
     def begin(self, step: int, state: Sequence[float] | None = None) -> None:
@@ -131,7 +131,7 @@ class Replica:
         # Statistics are overwritten even if the mean is some steps old: adding a difference could make a variance
         # negative.
         for buffer, part in zip(buffers, parts, strict=False):
-            plain(buffer).copy_(part)
+            plain(buffer).copy_(part if _is_float(buffer) else part.round())
         self._write_slots(slots, parts[len(buffers) :][: len(slots)], late=since is not None)
         if full:
             self.tracker.load(parts[-1].tolist())
@@ -140,7 +140,7 @@ class Replica:
         self.tracker.synchronised(step, self.parameters)
 
     def _all(self, slots: Sequence[_Slot], *, full: bool) -> Packed:
-        tensors = [*self.parameters, *self._buffers, *(slot.tensor for slot in slots)]
+        tensors = [*self.parameters, *map(_as_float, self._buffers), *(slot.tensor for slot in slots)]
         if full:  # else each tracker goes on with what it has seen itself: data may differ
             tensors.append(torch.tensor(self.tracker.state(), dtype=torch.float64))
         return Packed(tensors, self._device)
@@ -257,4 +257,18 @@ class Replica:
 
 
 def _is_slot(key: str, value: object) -> bool:
-    return isinstance(value, torch.Tensor) and key != OUTER and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, torch.Tensor) and key != OUTER and _is_float(value)
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_float(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a buffer as it is averaged. Counters and masks are: the mean is rounded, and equal ones stay as they are.
+
+    Floats of 32 bits hold integers of 16 exactly, those of 64 bits all counters below 2**53.
+    """
+    if _is_float(buffer):
+        return buffer
+    return buffer.to(torch.float32 if buffer.element_size() <= 2 else torch.float64)

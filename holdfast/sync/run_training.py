@@ -105,13 +105,24 @@ class RunTraining:
         return self._cohort.commit(operation)
 
     def agree(self, peers: Peers, *, full: bool) -> None:
-        """Raise ``UsageError`` if replicas are at different points of the script, or would send different tensors."""
-        mark, form = 2 * self.step + full, mark_of(self._replica.form(full=full))
-        marks = torch.tensor([mark, mark**2, form, form**2], dtype=torch.float64, device=self._engine.model.device)
-        cast(Group, peers).sum(marks)
-        total, squares, forms, form_squares = marks.tolist()
+        """Raise ``UsageError`` if replicas are at different points of the script, or would send different tensors.
+
+        Also, before they become equal in everything, if their optimizers' groups differ: these are not averaged.
+        """
+        if full:
+            # All meet instead of making the step under way. What it has changed in buffers must not be averaged, and
+            # must not be undone after the mean was adopted.
+            self._engine.drop()
+        update = self._engine.update
+        told = [2 * self.step + full, mark_of(self._replica.form(full=full)), update.mark() if full else 0]
+        marks = torch.tensor(told, dtype=torch.float64, device=self._engine.model.device)
+        both = torch.cat([marks, marks**2])
+        cast(Group, peers).sum(both)
+        total, forms, groups, squares, form_squares, group_squares = both.tolist()
         refuse_to_differ(total, squares, peers.size)
         refuse_other_forms(forms, form_squares, peers.size)
+        if groups**2 != group_squares * peers.size:
+            raise update.other_groups()
 
     def adopted(self, *, full: bool, equal: bool) -> None:
         self._note_met(self.step if equal else None, full=full)

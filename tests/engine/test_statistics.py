@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.engine.guard import Guard
 from holdfast.engine.model import LayeredModel
-from holdfast.engine.statistics import RunningStatistics, refuse_running_statistics
+from holdfast.engine.statistics import ChangingBuffers, refuse_running_statistics
 from holdfast.errors import UsageError
 from holdfast.plan.layout import Layout, PlacedPipeline, side_by_side
 from tests.engine.memory_group import on_workers
@@ -34,25 +35,40 @@ def model_of(*layers: nn.Module) -> LayeredModel:
     return LayeredModel([nn.Linear(2, 2), *layers], seed=0, device=torch.device("cpu"))
 
 
+class Buffers:
+    """Buffers of a model, guarded as an engine does it."""
+
+    def __init__(self, model: LayeredModel) -> None:
+        self.guard = Guard(model, trained=True)
+        self.changing = ChangingBuffers(self.guard)
+
+    def begin(self) -> None:
+        self.changing.begin(self.guard.begin())
+
+    def agree(self, group: Any, layout: Layout, shares: list[range] | None = None) -> None:
+        self.changing.note(self.guard.changed())
+        self.changing.agree(group, layout, shares or [range(1)] * group.size)
+
+
 def test_a_redone_step_starts_from_the_old_statistics() -> None:
     norm = nn.BatchNorm1d(2)
-    statistics = RunningStatistics(model_of(norm))
+    statistics = Buffers(model_of(norm))
     statistics.begin()
     norm(torch.randn(4, 2) + 5)
-    statistics.restore()  # the attempt broke
+    statistics.changing.restore()  # the attempt broke
     assert norm.running_mean.tolist() == [0.0, 0.0]
     statistics.begin()
     norm(torch.randn(4, 2) + 5)
-    statistics.keep()
+    statistics.changing.keep()
     kept = norm.running_mean.clone()
-    statistics.restore()
+    statistics.changing.restore()
     assert torch.equal(norm.running_mean, kept)
 
 
 def test_workers_agree_on_the_mean_of_their_statistics_and_on_the_count() -> None:
     def work(group: Any) -> tuple[list[float], int]:
         norm = nn.BatchNorm1d(2)
-        statistics = RunningStatistics(model_of(norm))
+        statistics = Buffers(model_of(norm))
         statistics.begin()
         for _ in range(group.rank + 1):
             norm(torch.full((4, 2), float(group.rank)))
@@ -76,7 +92,7 @@ def test_in_pipelines_a_layers_holders_agree_among_themselves() -> None:
         model = model_of(*norms)
         role = layout.role(group.rank)
         model.release(set(range(3)) - set(role.layers if role else ()))
-        statistics = RunningStatistics(model)
+        statistics = Buffers(model)
         statistics.begin()
         for norm, layer in zip(norms, (1, 2), strict=True):
             if role and layer in role.layers:

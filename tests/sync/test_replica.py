@@ -320,3 +320,30 @@ def test_begin_and_adopt_tell_the_tracker() -> None:
     worker = Worker(0, "sgd", WhenAsked())
     worker.replica.begin(3, [8.0, 9.0])
     assert worker.replica.tracker.state() == [8.0, 9.0]
+
+
+def test_counters_and_masks_become_the_rounded_mean() -> None:
+    """Integers were left as they were once, and replicas differed for ever."""
+
+    def make(count: int, mask: list[bool]) -> tuple[Replica, nn.Module]:
+        model = nn.Linear(1, 1)
+        model.register_buffer("count", torch.tensor(count))
+        model.register_buffer("mask", torch.tensor(mask))
+        model.register_buffer("table", torch.tensor([2**40 + 1, 7]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parameters = list(model.parameters())
+        context = Context()
+        return (
+            Replica(WhenAsked(), parameters=parameters, buffers=model.buffers, optimizer=optimizer, context=context),
+            model,
+        )
+
+    made = [make(4, [True, False, True]), make(7, [True, False, False]), make(7, [True, False, False])]
+    given = [replica.contribution(full=True) for replica, _ in made]
+    mean = [sum(parts[1:], parts[0]) / 3 for parts in zip(*given, strict=True)]
+    for replica, model in made:
+        replica.adopt(1, mean, full=True)
+        assert model.count.item() == 6
+        assert model.mask.tolist() == [True, False, False]
+        assert model.table.tolist() == [2**40 + 1, 7]
+        assert (model.count.dtype, model.mask.dtype) == (torch.int64, torch.bool)
