@@ -219,6 +219,7 @@ class Agent:
 
     async def _talk(self) -> None:
         """Stay connected to the coordinator: connect again whenever the connection is lost."""
+        since = time.monotonic()
         while True:
             slots = 0 if self._leaving else self._slots
             hello = {"role": "agent", "host": self.host, "agent": self._incarnation}
@@ -230,10 +231,11 @@ class Agent:
                 connecting = wire.connect(self.address, self.settings.token, hello)
                 reader, self._writer = await asyncio.wait_for(connecting, 2 * wire.HANDSHAKE_SECONDS)
                 await self._hear_coordinator(reader)
+                since = time.monotonic()
             except wire.Refused as e:
                 raise UsageError(f"the coordinator refuses this agent: {e}", hint=TOKEN_HINT) from e
             except OSError as e:
-                self._not_reached(time.monotonic() - self._heard, e)
+                self._not_reached(time.monotonic() - since, e)
             self._writer = None
             await asyncio.sleep(0.05)
 
@@ -242,18 +244,19 @@ class Agent:
 
         A coordinator that was reached before may come back: this agent's own is started again if it hangs.
         """
+        alone = time.monotonic() - self._heard
         if self._keeper.is_ours:
-            if seconds > START_SECONDS and self.host is None:
+            if alone > START_SECONDS and self.host is None:
                 raise HoldfastError(
                     f"this machine's coordinator does not answer {START_SECONDS:g} s after its start",
                     hint="is Python's file system or this machine overloaded?",
                 )
-            if seconds > START_SECONDS:
+            if alone > START_SECONDS:
                 self._heard = time.monotonic()
                 self._keeper.kill()
             return
         if self.host is not None:
-            if seconds > self.settings.patience:
+            if alone > self.settings.patience:
                 self._kill_stopped()
             return
         host, port = self.address
