@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster import grace, signals, stacks, wire
+from holdfast.cluster import grace, signals, wire
 from holdfast.cluster.client import ENDING_SECONDS
 from holdfast.cluster.events import Events
 from holdfast.cluster.grace import Departure
@@ -274,7 +274,7 @@ class Agent:
         Those that replace them end for want of a coordinator, and this agent with them. A stopped one never ends.
         """
         for worker in self.workers.values():
-            if worker.pid is not None and stacks.is_stopped(worker.pid):
+            if worker.is_stopped:
                 worker.kill()
 
     async def _hear_coordinator(self, reader: asyncio.StreamReader) -> None:
