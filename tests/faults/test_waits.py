@@ -90,8 +90,8 @@ def pid_of(log: Path) -> int:
 
 
 def test_a_stopped_worker_and_no_coordinator_for_good(tmp_path: Path) -> None:
-    options = ("-n", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    options += ("--heartbeat-timeout", "3", "--patience", "2")
+    options = ("-n", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    options += ("--heartbeat-timeout", "3", "--patience", "3")
     head = start_agent(tmp_path, "head", *options)
     wait_until("the coordinator", lambda: collect(tmp_path).of("host"))
     other = start_agent(tmp_path, "other", *options)
