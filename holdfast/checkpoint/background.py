@@ -1,11 +1,21 @@
-"""Threads that write in the background. The interpreter waits for them before it ends, and logs their errors."""
+"""Threads that write in the background. The interpreter waits for them before it ends, and logs their errors.
+
+It does not wait for ever: a disk that hangs, as that of a dead file server, would keep the process for good.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import thread as _pools  # noqa: F401 - must have registered its own end before ours
+from pathlib import Path
+
+LONGEST_SECONDS = 3600.0  # without a byte written, at the end of the process: longer than any flush of a disk's cache
+LOOK_SECONDS = 1.0  # between two looks at the bytes written
 
 log = logging.getLogger("holdfast.checkpoint")
 _threads: list[Work] = []
@@ -50,9 +60,32 @@ class Work:
 
 def _wait_at_exit() -> None:
     for work in _threads:
-        work.join()
+        _wait_while_it_writes(work)
         if work._error is not None:
             log.error("%s failed: %s", work.name, work._error)
+    if hung := [work.name for work in _threads if not work.done]:
+        log.error("%s hangs: nothing is written for %g s; this process ends without it", hung[0], LONGEST_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the interpreter itself would wait for the thread
+
+
+def _wait_while_it_writes(work: Work) -> None:
+    """Wait until the work has ended, or until this process has written nothing for ``LONGEST_SECONDS``."""
+    written, since = _bytes_written(), time.monotonic()
+    while not work.done and time.monotonic() - since < LONGEST_SECONDS:
+        work.join(LOOK_SECONDS)
+        if written != (written := _bytes_written()):
+            since = time.monotonic()
+
+
+def _bytes_written() -> int:
+    """Return the bytes that this process has written to files so far; 0 where the kernel does not tell."""
+    try:
+        counts = Path("/proc/self/io").read_text()
+    except OSError:
+        return 0
+    return int(counts.partition("wchar: ")[2].partition("\n")[0])
 
 
 # Not atexit: by then Python has closed the pools of threads that writing needs. Callbacks run last in, first out,

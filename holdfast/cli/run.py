@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
+from holdfast.cli.printer import Printer
 from holdfast.cluster import faults
 from holdfast.cluster.agent import Agent, AgentSettings
 from holdfast.cluster.handshake import MINIMUM_TOKEN, new_token
@@ -109,17 +109,8 @@ def run(
 
 
 async def start(settings: AgentSettings) -> int:
-    say, complain = (functools.partial(_show, stream) for stream in (sys.stdout, sys.stderr))
-    return await Agent(settings, say=say, complain=complain).run()
-
-
-def _show(stream: TextIO, text: str) -> None:
-    """Print a line. Once the terminal or pipe is gone, print nothing: the run goes on, or leaves in order."""
-    try:
-        print(text, file=stream, flush=True)
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+    with Printer(sys.stdout) as say, Printer(sys.stderr) as complain:
+        return await Agent(settings, say=say, complain=complain).run()
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cluster import grace, signals, tls, wire
+from holdfast.cluster.client import ENDING_SECONDS
 from holdfast.cluster.events import Events
 from holdfast.cluster.grace import Departure
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
@@ -25,10 +26,11 @@ from holdfast.cluster.local import LocalWorker, LocalWorkers
 from holdfast.cluster.membership import GIVEN_UP, new_incarnation
 from holdfast.cluster.tls import TlsSettings
 from holdfast.cluster.wire import Message
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 
 PROGRESS_SECONDS = 3.0  # between two lines that show how far workers are that leave
 NOTICE_SECONDS = 1.0  # a notice to all processes of a job reaches workers and agent within this
+START_SECONDS = 120.0  # for its own coordinator to answer: Python's modules may come from a slow file server
 REPLACE_AFTER_SECONDS = 2.0  # the longest wait to start a replacement; usually the survivors have recovered before
 TOO_FEW = 3  # exit code of a run that has too few workers left: no error, where all were asked to leave
 
@@ -113,6 +115,8 @@ class Agent:
         self._departure: Departure | None = None  # the plan, once a signal has asked this agent to leave
         self._pressed = 0  # signals so far of which the second ends everything at once
         self._watching: asyncio.Task[None] | None = None  # shows how workers leave
+        self._heard = time.monotonic()  # when the coordinator was last heard, or waited for anew
+        self._ending: asyncio.TimerHandle | None = None  # ends this agent if a worker whose script is over does not
         self._failed = False  # an error of this agent itself ends it
         self._code: int | None = None  # exit code, once it is known
         self._replacements: list[tuple[int, float]] = []  # (slot, latest time to start its new worker)
@@ -239,9 +243,25 @@ class Agent:
             await asyncio.sleep(0.05)
 
     def _not_reached(self, seconds: float, error: OSError) -> None:
-        """Raise ``UsageError`` if the first connection has failed for so long that there is no coordinator."""
-        if self._keeper.is_ours or self.host is not None:
-            return  # this agent restarts its own coordinator; one that was reached before may come back
+        """Raise ``HoldfastError`` if the first connection has failed for so long that there is no coordinator.
+
+        A coordinator that was reached before may come back: this agent's own is started again if it hangs.
+        """
+        alone = time.monotonic() - self._heard
+        if self._keeper.is_ours:
+            if alone > START_SECONDS and self.host is None:
+                raise HoldfastError(
+                    f"this machine's coordinator does not answer {START_SECONDS:g} s after its start",
+                    hint="is Python's file system or this machine overloaded?",
+                )
+            if alone > START_SECONDS:
+                self._heard = time.monotonic()
+                self._keeper.kill()
+            return
+        if self.host is not None:
+            if alone > self.settings.patience:
+                self._kill_stopped()
+            return
         host, port = self.address
         if self._keeper.port_taken and isinstance(error, wire.NotHoldfast):
             raise UsageError(f"port {port} is in use by another program", hint="choose another --rdzv-endpoint")
@@ -250,6 +270,15 @@ class Agent:
                 f"no coordinator answers at {host}:{port} for {self.settings.patience:g} s",
                 hint="start the first agent on that machine, with the same --rdzv-endpoint",
             )
+
+    def _kill_stopped(self) -> None:
+        """Kill workers that are stopped (SIGSTOP), which the coordinator would ask for if it were there.
+
+        Those that replace them end for want of a coordinator, and this agent with them. A stopped one never ends.
+        """
+        for worker in self.workers.values():
+            if worker.is_stopped:
+                worker.kill()
 
     async def _hear_coordinator(self, reader: asyncio.StreamReader) -> None:
         while True:
@@ -285,7 +314,9 @@ class Agent:
     async def _line_of(self, reader: asyncio.StreamReader) -> bytes:
         """Return the coordinator's next line. After a long silence it is hung: if it is ours, kill it to restart it."""
         try:
-            return await asyncio.wait_for(reader.readline(), 3 * self.settings.heartbeat_timeout)
+            line = await asyncio.wait_for(reader.readline(), 3 * self.settings.heartbeat_timeout)
+            self._heard = time.monotonic()
+            return line
         except TimeoutError:
             self._keeper.kill()
             raise
@@ -329,6 +360,8 @@ class Agent:
         Workers that have never trained are killed: one that hangs before it has connected would never end.
         """
         self.finishing = True
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().call_later(ENDING_SECONDS, self._end, 0)
         self._trained.update(members)
         for worker in self.workers.values() if self._trained else ():
             if worker.name not in self._trained:

@@ -29,6 +29,7 @@ from holdfast.errors import HoldfastError
 
 RETRY_SECONDS = 0.05  # between two tries to connect, and between two checks whether to give up
 ENDING_SECONDS = 3600.0  # for a worker that is sent away to end: longer than it may wait for its last checkpoint
+ALONE_SECONDS = 86_400.0  # without a coordinator and without a sign of progress, as long as Gloo waits for a receive
 CONNECTED = b'{"connected": true}'  # a worker's first word to its agent, on the lifeline
 BEATS = 5  # heartbeats within one timeout, so that a few late ones do no harm
 
@@ -94,6 +95,7 @@ class Client:
         self._changed = threading.Condition()  # guards everything below, and the seat
         self._line: Line | None = None  # to the coordinator; None while there is no connection
         self._alone_since = time.monotonic()  # when the connection was lost
+        self._last_sign = (-1, 0.0)  # signs of progress that were seen last without a coordinator, and when
         self._stores: dict[int, GenerationStore] = {}
         self._on_break: Callable[[int], None] = lambda number: None
         self._observer = Observer(PULSE, every=place.heartbeat / BEATS, now=time.monotonic())
@@ -189,6 +191,7 @@ class Client:
             line = self._connect()
             if line is None:
                 self._wait_for_agent(lifeline)
+                self._end_if_stuck()
                 continue
             if not known:
                 known = self._tell_agent(lifeline)
@@ -245,6 +248,15 @@ class Client:
             return lifeline.send(CONNECTED) == len(CONNECTED)
         except OSError:
             return False  # the agent is gone, which the next read of the lifeline tells
+
+    def _end_if_stuck(self) -> None:
+        """End this worker if it hangs while there is no coordinator, which would notice it."""
+        now = time.monotonic()
+        if self._last_sign[0] != PULSE.signs:
+            self._last_sign = (PULSE.signs, now)
+        if now - max(self._last_sign[1], self._alone_since) > ALONE_SECONDS:
+            logger.error("no coordinator and no sign of progress for %g s; this worker ends", ALONE_SECONDS)
+            os._exit(1)
 
     def _wait_for_agent(self, lifeline: socket.socket) -> None:
         """Hear the agent for a moment, while there is no coordinator."""

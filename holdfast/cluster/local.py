@@ -42,6 +42,11 @@ class LocalWorker:
     connected: bool = False  # it has reached the coordinator
     condemned: bool = False  # it is about to be killed, and writes its stacks
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its process is stopped by a signal."""
+        return self.pid is not None and stacks.is_stopped(self.pid)
+
     def kill(self) -> None:
         """Kill the worker's process."""
         if self.pid is not None:

@@ -34,7 +34,7 @@ def listen(log: int) -> None:
 async def ask(pid: int, log: Path, *, why: str) -> str:
     """Have a process write its stacks to its log, below the reason; return what it has written, "" if it cannot."""
     try:
-        return "" if _is_stopped(pid) else await _ask(pid, log, why)
+        return "" if is_stopped(pid) else await _ask(pid, log, why)
     except OSError:  # it has just ended, or its log is gone
         return ""
 
@@ -76,7 +76,7 @@ def place_of(dump: str) -> str | None:
     return f"{shown}:{frame['line']} in {frame['name']}"
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal or a debugger: then it takes no other signal but SIGKILL."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

@@ -289,7 +289,7 @@ async def stacks_of(code: str, folder: Path, *, stopped: bool = False) -> str:
             await asyncio.sleep(0.01)
         if stopped:
             process.send_signal(signal.SIGSTOP)
-            while not stacks._is_stopped(process.pid):
+            while not stacks.is_stopped(process.pid):
                 await asyncio.sleep(0.01)
         return await stacks.ask(process.pid, log, why="it hangs")
     finally:

@@ -277,6 +277,31 @@ def test_what_only_the_first_worker_asks_for(tmp_path: Path, capsys: pytest.Capt
     assert "on every worker" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "SelSync(delta=0.3, aggregate='gradients')",
+        covered("gradients that are averaged are harder", "SelSync(delta=0.3)"),
+        covered("ballots are waited for in the same way", "SSP(staleness=2)"),
+    ],
+)
+def test_a_worker_that_asks_alone_while_the_others_wait_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    """It waits in an operation, the others in none, for its ballot. The next generation finds out."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, holdfast\nfrom tests.faults.sync_train import Counter, Numbers, policy_of\n"
+        "run = holdfast.Run(layers=Counter(), loss=lambda y, t: -y.mean(), data=Numbers(), global_batch=16, "
+        f'micro_batch=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0), sync=policy_of("{policy}"))\n'
+        "for step in run.steps(9):\n    if step.is_first_worker and step.number == 1: run.evaluate(Numbers())\n"
+    )
+    result = launch(tmp_path, script=script, workers=2, step_timeout="3:8")
+    assert result.code == 2
+    assert result.of("stalled")
+    assert "on every worker" in capsys.readouterr().err
+
+
 def test_fast_numerics(tmp_path: Path) -> None:
     trial = train(tmp_path, "LocalSGD(every=3)", NUMERICS="fast", faults="kill worker=0.1 step=4 phase=backward")
     assert_good_end(trial, steps=STEPS)
