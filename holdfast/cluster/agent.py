@@ -415,8 +415,8 @@ class Agent:
 
     def _ended(self, worker: LocalWorker, code: int, cause: str) -> None:
         """Tell the coordinator that a worker has ended, and replace it if it is still needed."""
-        if worker.orphan and self.finishing:
-            code = 0  # its exit code is unknown, and it had nothing left to do
+        if self.finishing and (worker.orphan or worker.name not in self._trained):
+            code = 0  # its exit code is unknown, or it was killed; it had nothing left to do
         report: Message = {"type": "exit", "worker": worker.name, "incarnation": worker.incarnation}
         report |= {"code": code, "cause": cause, "error": worker.error}
         self._tell(report | {"finished": code == 0 and not self._leaving})

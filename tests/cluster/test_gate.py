@@ -176,6 +176,8 @@ def test_peers_get_in_when_the_descriptors_are_used_up(monkeypatch: pytest.Monke
             for other in held:
                 other.close()
             line = await asyncio.to_thread(wire.Line, address, TOKEN, {"worker": "late"})
+            while not hellos:  # the gate reads it a moment after it was sent
+                await asyncio.sleep(0.01)
             line.close()
             peer.close()
             crowd.leave()

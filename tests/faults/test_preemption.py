@@ -140,7 +140,7 @@ def test_the_first_agent_that_may_replace_nobody_keeps_the_coordinator(tmp_path:
 
 
 def saved_at(folder: Path) -> dict[str, str]:
-    return {**SLOW, "PAUSE": "0.05", "CHECKPOINT": str(folder / "saved"), "EVERY": "1000"}
+    return {**SLOW, "PAUSE": "0.3", "CHECKPOINT": str(folder / "saved"), "EVERY": "1000"}
 
 
 def test_all_agents_are_preempted_at_once_and_all_is_saved(tmp_path: Path, undisturbed) -> None:
