@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cluster import local
-from holdfast.cluster.agent import Agent, AgentSettings
+from holdfast.cluster.agent import Agent
+from holdfast.cluster.agent_settings import AgentSettings
 from holdfast.cluster.events import read_events
 from holdfast.cluster.local import LocalWorker
 from holdfast.measuring import free_port

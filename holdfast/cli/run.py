@@ -13,7 +13,8 @@ import typer
 
 from holdfast.cli.printer import Printer
 from holdfast.cluster import faults
-from holdfast.cluster.agent import Agent, AgentSettings
+from holdfast.cluster.agent import Agent
+from holdfast.cluster.agent_settings import AgentSettings
 from holdfast.cluster.handshake import MINIMUM_TOKEN, new_token
 from holdfast.cluster.stuck import StepTimeout
 from holdfast.cluster.tensor_tls import encrypted_tensors

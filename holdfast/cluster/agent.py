@@ -13,18 +13,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from holdfast.cluster import grace, signals, tls, wire
+from holdfast.cluster import grace, signals, wire
+from holdfast.cluster.agent_settings import AgentSettings
 from holdfast.cluster.client import ENDING_SECONDS
 from holdfast.cluster.events import Events
 from holdfast.cluster.grace import Departure
 from holdfast.cluster.keeper import LOOPBACK, CoordinatorKeeper
 from holdfast.cluster.local import LocalWorker, LocalWorkers
 from holdfast.cluster.membership import GIVEN_UP, new_incarnation
-from holdfast.cluster.tls import TlsSettings
 from holdfast.cluster.wire import Message
 from holdfast.errors import HoldfastError, UsageError
 
@@ -35,41 +33,6 @@ REPLACE_AFTER_SECONDS = 2.0  # the longest wait to start a replacement; usually 
 TOO_FEW = 3  # exit code of a run that has too few workers left: no error, where all were asked to leave
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentSettings:
-    """Settings of an agent: the options of ``holdfast run``.
-
-    >>> AgentSettings(command=["train.py"], workers=4).workers
-    4
-    """
-
-    command: list[str]  # the script, or with ``module`` the module's name, and its arguments
-    module: bool = False  # run the command as ``python -m`` does
-    workers: int = 1  # workers of this agent that train
-    spares: int = 0  # further workers that wait to take the place of lost ones
-    hosts: tuple[str, ...] = ()  # the failure domain of each slot; spares take them in turn. Empty: this agent
-    judge: str = "holdfast.commit.settle:judge"  # the ``membership.Judge`` of the coordinator, by name
-    minimum_hosts: int = 1  # agents that the run needs to begin and to go on
-    maximum_hosts: int = 1  # agents that may take part; more are refused
-    endpoint: str = ""  # the coordinator's host:port; empty: this machine alone, any free port
-    job: str = "holdfast"  # name of the job, for scripts that read TORCHELASTIC_RUN_ID
-    token: str = field(default_factory=wire.new_token, repr=False)  # secret that all machines of a run share
-    tls: TlsSettings | None = None  # certificates for the control connections; None: no TLS
-    max_restarts: int = 100  # workers that this agent replaces in all
-    heartbeat_timeout: float = 5.0  # seconds of silence after which a worker or an agent counts as lost
-    step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
-    patience: float = 30.0  # seconds to wait for missing hosts, and for a coordinator that does not answer
-    grace: float | None = None  # seconds from a preemption notice to its end; None: as ``grace.seconds_of`` says
-    log_dir: Path = Path("holdfast-logs")  # folder of the workers' output and of events.jsonl
-    environment: dict[str, str] = field(default_factory=dict)  # further environment variables of the workers
-    quiet: bool = False  # show nothing of what workers print
-
-    @property
-    def events(self) -> Path:
-        """The file that agent, coordinator and workers write events to."""
-        return self.log_dir / "events.jsonl"
 
 
 class Agent:
@@ -167,20 +130,7 @@ class Agent:
         jobs = [self._talk(), self._local.hear_zygote(), self._local.show_logs(), self._replace()]
         if self._keeper.is_ours:
             settings = self.settings
-            options = {
-                "events": settings.events,
-                "minimum-hosts": settings.minimum_hosts,
-                "maximum-hosts": settings.maximum_hosts,
-                "heartbeat-timeout": settings.heartbeat_timeout,
-                "step-timeout": settings.step_timeout,
-                "patience": settings.patience,
-                "judge": settings.judge,
-                "master-port": self._keeper.master_port,
-                "run": self._incarnation,
-            }
-            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            if settings.tls is not None:
-                words += ["--tls", settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.name]
+            words = settings.coordinator_options(run=self._incarnation, master_port=self._keeper.master_port)
             jobs.append(self._keeper.keep(words, settings.token, lambda: self._events.write("coordinator-restart")))
         return jobs
 
@@ -375,43 +325,18 @@ class Agent:
         """Start a worker in a slot, under a new name."""
         name = f"{self.host}.{self._serial}"
         self._serial += 1
-        settings, environment = self.settings, self._environment(name, slot)
+        settings = self.settings
+        environment = settings.worker_environment(
+            name=name,
+            slot=slot,
+            host=self.host or 0,
+            address=self._own_address,
+            coordinator=self.address,
+            master_port=self._master_port,
+            restarts=self._restarts,
+        )
         self._events.write("started", worker=name, slot=slot, host=environment["HOLDFAST_HOST"])
         self._local.start(name, slot, command=settings.command, module=settings.module, environment=environment)
-
-    def _environment(self, name: str, slot: int) -> dict[str, str]:
-        """Return a worker's environment: the variables of torchrun, and those that ``client.Place`` reads.
-
-        MASTER_ADDR and MASTER_PORT are for a script's own use, and the same for all workers of the run. The agent
-        beside the coordinator chose the port, which was free on its machine then; the coordinator's own is taken.
-        """
-        settings, host = self.settings, self.host or 0
-        address, port = self.address
-        rank = str(host * settings.workers + slot)
-        return {
-            **settings.environment,
-            **tls.environment(settings.tls),
-            "RANK": rank,
-            "ROLE_RANK": rank,
-            "LOCAL_RANK": str(slot),
-            "GROUP_RANK": str(host),
-            "WORLD_SIZE": str(settings.workers * settings.minimum_hosts),
-            "LOCAL_WORLD_SIZE": str(settings.workers),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(self._master_port),
-            "TORCHELASTIC_RUN_ID": settings.job,
-            "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
-            "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
-            "HOLDFAST_WORKER": name,
-            "HOLDFAST_INCARNATION": new_incarnation(),
-            "HOLDFAST_HOST": settings.hosts[slot % len(settings.hosts)] if settings.hosts else str(host),
-            "HOLDFAST_COORDINATOR": f"{address}:{port}",
-            "HOLDFAST_TOKEN": settings.token,
-            "HOLDFAST_ADDRESS": self._own_address,
-            "HOLDFAST_HEARTBEAT": str(settings.heartbeat_timeout),
-            "HOLDFAST_PATIENCE": str(settings.patience),
-            "HOLDFAST_EVENTS": str(settings.events.absolute()),
-        }
 
     def _ended(self, worker: LocalWorker, code: int, cause: str) -> None:
         """Tell the coordinator that a worker has ended, and replace it if it is still needed."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.agent import Agent, AgentSettings
+from holdfast.cluster.agent import Agent
+from holdfast.cluster.agent_settings import AgentSettings
 from holdfast.cluster.local import start_zygote
 from holdfast.demo.display import Show
 from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, kill_workers

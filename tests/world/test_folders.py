@@ -12,9 +12,7 @@ from tests.world.history import Fate, Plan, assert_right, script
 from tests.world.world import Process, World, inhabited
 
 
-def live(
-    tmp_path: Path, fate: Fate, *, blind: str = "", seed: int = 0
-) -> tuple[Plan, World]:
+def live(tmp_path: Path, fate: Fate, *, blind: str = "", seed: int = 0) -> tuple[Plan, World]:
     """A run on two machines, of which the workers in ``blind`` see another, empty folder."""
     settings = {"stages": 1, "checkpoint": tmp_path / "seen", "every": 2}
     plan = Plan(seed=seed, kind="checkpoints", hosts=[1, 1], settings=settings)
