@@ -93,6 +93,7 @@ class LocalWorkers:
         self._zygote = zygote if zygote is not None else start_zygote()
         self._zygote.setblocking(False)
         self._zygote_pid: int | None = None
+        self._doomed = False  # the zygote was killed; what it is still sent would be lost
         self._orders: list[tuple[bytes, socket.socket]] = []  # orders for the zygote, with the workers' lifelines
         self._events = events
         self._kills: set[asyncio.Task[None]] = set()  # kills under way
@@ -123,7 +124,7 @@ class LocalWorkers:
 
     def _send_orders(self) -> None:
         """Send the zygote its orders; try again later if its socket is full, as while it imports torch."""
-        while self._orders:
+        while self._orders and not self._doomed:
             data, lifeline = self._orders[0]
             try:
                 socket.send_fds(self._zygote, [data], [lifeline.fileno()])
@@ -156,12 +157,19 @@ class LocalWorkers:
     def _replace_zygote(self) -> None:
         """Start a new zygote. The old one's workers live on, but nobody reports their exit codes."""
         self._events.write("zygote-restart")
+        waiting = {json.loads(data)["worker"] for data, _ in self._orders}  # the new one forks them
         for worker in self.alive.values():
-            worker.orphan = True
+            worker.orphan = worker.orphan or worker.name not in waiting
         self._zygote = start_zygote()
         self._zygote.setblocking(False)
-        self._zygote_pid = None
+        self._zygote_pid, self._doomed = None, False
         self._send_orders()
+
+    def _kill_zygote(self) -> None:
+        """Kill a zygote that hangs, if its pid is known. ``hear_zygote`` starts another, which gets further orders."""
+        if self._zygote_pid is not None and not self._doomed:
+            self._doomed = True
+            os.kill(self._zygote_pid, signal.SIGKILL)
 
     def _hear(self, worker: LocalWorker) -> None:
         """Take in a worker's error, or its reports. A closed lifeline means that the worker has ended."""
@@ -199,8 +207,8 @@ class LocalWorkers:
         """Count a worker as ended with code 1 if the zygote has not reported it; kill that zygote."""
         if self.alive.get(worker.name) is not worker:
             return
-        if not worker.orphan and self._zygote_pid is not None:
-            os.kill(self._zygote_pid, signal.SIGKILL)  # it hangs; ``hear_zygote`` starts another
+        if not worker.orphan:
+            self._kill_zygote()
         worker.orphan = True
         self._remove(worker, 1, "ended; its zygote did not say how")
 
@@ -247,8 +255,8 @@ class LocalWorkers:
         seen = f"; its stacks are in {worker.log}" if dump else ""
         self._say(f"holdfast: worker {worker.name} is killed: {cause}{where}{seen}")
         worker.kill()
-        if worker.pid is None and self._zygote_pid is not None:
-            os.kill(self._zygote_pid, signal.SIGKILL)  # it has not forked the worker, so it hangs
+        if worker.pid is None:  # it has not been forked
+            self._kill_zygote()
         asyncio.get_running_loop().call_later(UNKILLABLE_SECONDS, self._outlived, worker)
 
     def _outlived(self, worker: LocalWorker) -> None:
