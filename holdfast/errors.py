@@ -44,9 +44,9 @@ class LossNotFinite(HoldfastError):
 class Broken(Exception):
     """The current generation cannot finish its operation, because a worker was lost. It never reaches the user.
 
-    ``unreached``: members whose machines do not answer, as far as this worker can tell.
+    ``unreached``: members whose machines do not answer, as far as this worker can tell. ``refused``: those that refuse.
     """
 
-    def __init__(self, reason: str, *, unreached: Collection[str] = ()) -> None:
+    def __init__(self, reason: str, *, unreached: Collection[str] = (), refused: Collection[str] = ()) -> None:
         super().__init__(reason)
-        self.unreached = tuple(unreached)
+        self.unreached, self.refused = tuple(unreached), tuple(refused)

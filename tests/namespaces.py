@@ -70,6 +70,17 @@ class Machines:
         for a, b in ((one, other), (other, one)):
             _ip("-n", self.router, "rule", "add", "iif", f"to{a}", "to", self.addresses[b], "blackhole")
 
+    def refuse(self, one: int, other: int) -> None:
+        """The router refuses new connections between two machines, as a firewall does. Skips without nft."""
+        if shutil.which("nft") is None:
+            pytest.skip("nft is not here (apt install nftables)")
+        rules = ["table ip hf {", "chain forward { type filter hook forward priority 0;"]
+        for a, b in ((one, other), (other, one)):
+            ends = f"ip saddr {self.addresses[a]} ip daddr {self.addresses[b]}"
+            rules.append(f"{ends} tcp flags syn / fin,syn,rst,ack reject with tcp reset;")
+        command = ["ip", "netns", "exec", self.router, "nft", "-f", "-"]
+        subprocess.run(command, input="\n".join([*rules, "}", "}"]), text=True, check=True, capture_output=True)
+
     def _silence(self, machine: int) -> list[tuple[str, ...]]:
         return [("iif", f"to{machine}", "blackhole"), ("to", self.addresses[machine], "blackhole")]
 

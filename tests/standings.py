@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.cluster.membership import Standing
 from holdfast.commit.settle import Account, settle
 
-NARROW = ("operation", "voted", "boundary", "leaving", "broken", "unreached")
+NARROW = ("operation", "voted", "boundary", "leaving", "broken", "unreached", "refused")
 
 
 def standing(**fields: Any) -> Standing:

@@ -47,16 +47,20 @@ Reading needs no lease. Where the lease cannot be written, no checkpoint can be 
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from holdfast.checkpoint.disk import NO_LINKS, discard, explained, make_folder
 from holdfast.errors import CheckpointError
@@ -65,7 +69,9 @@ SECONDS = 90.0  # duration: the oldest view of an NFS client (60 s) and three re
 BEATS = 9  # renewals within one duration
 KEEP = 32  # files of earlier holders that stay
 FOLDER = ".holdfast"  # in the folder of a run: what belongs to the run and to no checkpoint
-_NAME = re.compile(r"lease-(\d{8,})\.json")
+LONGEST_SECONDS = 3600.0  # of a lease: a foreign file cannot keep a folder for longer
+_MOST_BYTES = 4096  # of a note; a longer file is none
+_NAME = re.compile(r"lease-(\d{8,15})\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +88,13 @@ class Process:
     def current() -> Process:
         """Return this process."""
         pid = os.getpid()
-        stat = _stat(pid)
+        seen = _stat(pid)
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             space = os.readlink("/proc/self/ns/pid")
         except OSError:
             boot = space = ""
-        return Process(machine=socket.gethostname(), boot=boot, space=space, pid=pid, start=stat[1] if stat else "")
+        return Process(machine=socket.gethostname(), boot=boot, space=space, pid=pid, start=seen[1] if seen else "")
 
     def is_dead(self) -> bool:
         """Whether it is known to have ended. False: it lives, or nobody can tell from here."""
@@ -101,8 +107,8 @@ class Process:
             return True
         except PermissionError:
             pass
-        stat = _stat(self.pid)
-        return stat is not None and (stat[0] in "ZX" or stat[1] != self.start)  # a zombie does nothing any more
+        seen = _stat(self.pid)
+        return seen is not None and (seen[0] in "ZX" or seen[1] != self.start)  # a zombie does nothing any more
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
@@ -143,13 +149,24 @@ class Note:
 
     @staticmethod
     def from_text(number: int, text: bytes) -> Note:
-        """Read what ``to_text`` gave. Anything else is a note of an unknown holder."""
+        """Read what ``to_text`` gave. Anything else is a note of an unknown holder, the same for the same bytes.
+
+        A folder may have been copied from a stranger, or a power cut may have left an empty file.
+        """
         try:
-            values = json.loads(text)
+            values = json.loads(text[:_MOST_BYTES])
             claim, process = Claim(**values.pop("claim")), Process(**values.pop("process"))
-            return replace(Note(**values, claim=claim, process=process), number=number)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return Note(number=number, claim=Claim(run="?", worker="?"), term=number)
+            note = replace(Note(**values, claim=claim, process=process), number=number)
+            if all(_has_types(part) for part in (note, claim, process)) and note._is_sound():
+                return replace(note, seconds=min(note.seconds, LONGEST_SECONDS))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass
+        token = hashlib.sha256(text).hexdigest()
+        return Note(number=number, claim=Claim(run="?", worker="?"), term=number, token=token)
+
+    def _is_sound(self) -> bool:
+        """Whether the numbers are such as a holder writes."""
+        return self.seconds > 0 and 0 <= self.since < 2**40 and 0 <= self.process.pid < 2**31
 
     @property
     def holder(self) -> str:
@@ -159,6 +176,19 @@ class Note:
         return f"worker {self.claim.worker} of run {self.claim.run} on {process.machine or '?'} " + (
             f"(process {process.pid}, since {since})"
         )
+
+
+def _has_types(part: Note | Claim | Process) -> bool:
+    """Whether each field of what was read has the type that its class says."""
+    wanted: dict[str, Any] = {
+        "str": str,
+        "int": int,
+        "float": (int, float),
+        "bool": bool,
+        "Claim": Claim,
+        "Process": Process,
+    }
+    return all(isinstance(getattr(part, each.name), wanted[str(each.type)]) for each in fields(part))
 
 
 class Taken(CheckpointError):
@@ -308,6 +338,9 @@ class Chain:
         path = self.folder / f".making-{secrets.token_hex(8)}"
         with path.open("xb") as file:
             file.write(text)
+            if text:  # a power cut must not leave a name without its content
+                file.flush()
+                os.fsync(file.fileno())
         return path
 
     def _name(self, scratch: Path, path: Path, text: bytes) -> bool:
@@ -328,7 +361,7 @@ class Chain:
 
     def _read(self, number: int) -> Note | None:
         try:
-            return Note.from_text(number, self._path(number).read_bytes())
+            return Note.from_text(number, _bytes_of(self._path(number)))
         except FileNotFoundError:
             return None
         except OSError as e:
@@ -344,3 +377,15 @@ class Chain:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"lease-{number:08d}.json"
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Return the begin of a file, b"" if it is no ordinary one: a link or a pipe is never followed or waited for."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENXIO):
+            return b""
+        raise
+    with open(number, "rb") as file:
+        return file.read(_MOST_BYTES + 1) if stat.S_ISREG(os.fstat(number).st_mode) else b""

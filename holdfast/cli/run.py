@@ -55,6 +55,7 @@ def run(
         float | None,
         typer.Option(
             min=0.5,
+            max=604800.0,
             envvar="HOLDFAST_GRACE",
             help="Seconds from a preemption notice to the end of this machine, the last checkpoint included. Default: "
             "until SLURM_JOB_END_TIME after SLURM's --signal=USR1@..., else 30.",
@@ -151,10 +152,13 @@ def read_token(path: Path | None, *, alone: bool) -> str:
     if path is not None:
         try:
             token = path.read_text().strip()
-        except OSError as e:
-            raise UsageError(f"cannot read the token file: {e}") from e
+        except (OSError, UnicodeDecodeError) as e:
+            hint = "one line of text, as from: openssl rand -hex 32"
+            raise UsageError(f"cannot read the token file: {e}", hint=hint) from e
     else:
-        token = os.environ.get("HOLDFAST_TOKEN", "")
+        token = os.environ.get("HOLDFAST_TOKEN", "").strip()
+        if not token.isprintable():  # bytes that are no text come as lone surrogates
+            raise UsageError("HOLDFAST_TOKEN is not text", hint="as from: openssl rand -hex 32")
     if not token and not alone:
         raise UsageError(
             "several machines need the job's token",

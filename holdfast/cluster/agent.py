@@ -27,6 +27,7 @@ from holdfast.cluster.wire import Message
 from holdfast.errors import HoldfastError, UsageError
 
 PROGRESS_SECONDS = 3.0  # between two lines that show how far workers are that leave
+REPEAT_SECONDS = 0.1  # within which a signal that comes again is the same notice: nobody presses Ctrl-C so fast
 NOTICE_SECONDS = 1.0  # a notice to all processes of a job reaches workers and agent within this
 START_SECONDS = 120.0  # for its own coordinator to answer: Python's modules may come from a slow file server
 REPLACE_AFTER_SECONDS = 2.0  # the longest wait to start a replacement; usually the survivors have recovered before
@@ -399,6 +400,8 @@ class Agent:
 
         SIGTERM is how clusters announce that they will take a machine away.
         """
+        if self._departure is not None and time.monotonic() < self._departure.begin + REPEAT_SECONDS:
+            return  # the same notice once more: wrappers pass on what the whole process group has got already
         self._pressed += number in signals.IMPATIENT
         if self._departure is not None or self._done.is_set():
             if self._pressed > 1 or (self._done.is_set() and number in signals.IMPATIENT):
@@ -420,8 +423,11 @@ class Agent:
         self._watching.add_done_callback(self._task_ended)
 
     def _stop_at_once(self, number: int) -> None:
-        """End everything that runs here, the coordinator too."""
-        self._end(128 + number, "holdfast: stopped at once")
+        """End everything that runs here, the coordinator too. The exit code tells if steps are lost."""
+        code, text = 128 + number, "stopped at once"
+        if self._departure is not None and self._departure.outcome(late=list(self.workers)).is_loss:
+            code, text = grace.NOT_SAVED, f"{text}: steps since the last checkpoint are lost, unless others hold them"
+        self._end(code, f"holdfast: {text}")
         for worker in self.workers.values():
             worker.kill()
         self._keeper.stop()

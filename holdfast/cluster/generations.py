@@ -20,7 +20,7 @@ from holdfast.cluster.membership import (
     machine_of,
     worker_order,
 )
-from holdfast.cluster.partition import KeptOut, side_that_stays
+from holdfast.cluster.partition import KeptOut, Refusals, side_that_stays
 from holdfast.cluster.register import Peer, Register, Worker
 
 TRIES = 20  # generations of the same workers that may fail in a row, if they also take longer than the patience
@@ -72,6 +72,7 @@ class Generations:
         self._last_words: tuple[float, str] | None = None  # when the run will end, and why
         self._lost: list[tuple[str, float]] = []  # members lost since the last recovery, and when
         self._kept_out = KeptOut()
+        self._refusals = Refusals()
         self._in_vain = 0  # generations of the same workers in a row that have committed nothing
         self._in_vain_since = now
         self._given_up: set[str] = set()  # lost with their host, as far as known: their processes may be hung
@@ -222,7 +223,7 @@ class Generations:
 
         The larger side stays; the smaller one does if only it can carry the run on.
         """
-        cut = {
+        cut = self._refusals.cut(standings) | {
             frozenset({machine_of(name), machine_of(other)})
             for name, standing in standings.items()
             for other in standing.unreached
@@ -341,6 +342,7 @@ class Generations:
             return
         self._recovered = number
         self._kept_out.reached({machine_of(name) for name in self.members})
+        self._refusals = Refusals()
         if self._lost:
             ms = 1000 * (self._now - min(when for _, when in self._lost))
             lost = [name for name, _ in self._lost]

@@ -111,6 +111,14 @@ class Doorkeeper:
         mine = set(open_sockets().values()) - self._before
         return {address for address, _ in reach.calling(mine) & self._listeners}
 
+    def named_in(self, text: str) -> set[str]:
+        """Return the IP addresses of other machines that an error of Gloo names, as "[10.0.0.2]:4711".
+
+        Ports are not compared: Gloo prints them in the wrong byte order.
+        """
+        own = None if self._address is None else self._address[0]
+        return {address for address, _ in self._listeners if address != own and f"[{address}]:" in text}
+
     def formed(self) -> Sockets:
         """Close the door for good; return the sockets of the members' connections. Strangers' are shut down."""
         self._filter([_DROP])

@@ -282,7 +282,8 @@ def form(generation: Generation, worker: str, store: membership.Store | None, de
     if isinstance(result[0], Group):
         result[0].look_for_vanished()  # not in the thread: in an abandoned group nobody would end the look
         return result[0]
-    raise Broken(f"the generation could not form: {result[0]}")
+    refused = _members_at(generation, door.named_in(str(result[0])))
+    raise Broken(f"the generation could not form: {result[0]}", refused=refused)
 
 
 def _members_at(generation: Generation, addresses: Collection[str]) -> tuple[str, ...]:

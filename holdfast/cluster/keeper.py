@@ -33,6 +33,8 @@ class CoordinatorKeeper:
         host, _, port = endpoint.rpartition(":")
         if endpoint and not (host and port.isdigit()):
             raise UsageError(f"'{endpoint}' is not host:port", hint="as in head:29700")
+        if endpoint and not 0 < int(port) < 2**16:
+            raise UsageError(f"port {port} of '{endpoint}' is not between 1 and 65535", hint="as in head:29700")
         try:
             found = socket.getaddrinfo(host or LOOPBACK, int(port or 0), type=socket.SOCK_STREAM)
         except OSError as e:

@@ -53,6 +53,7 @@ class Standing:
     leaving: bool = False  # it was asked to leave, and the others have voted on that
     broken: bool = False  # the generation failed it
     unreached: tuple[str, ...] = ()  # members whose machines did not answer it in that generation
+    refused: tuple[str, ...] = ()  # members whose machines refused it: they may only have given the generation up
     payload: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

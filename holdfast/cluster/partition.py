@@ -6,11 +6,16 @@ again and again. The larger side goes on. The others wait, and are tried again l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.cluster.membership import Standing, machine_of
+
 FIRST_SECONDS = 60.0  # for which a machine is kept out at first; each time it fails again, for twice as long
 LONGEST_SECONDS = 3600.0  # each try costs those who train a heartbeat or two, so an hour apart they cost nothing
+MANY = 16  # machines that are decided exactly: all sides are tried, which takes twice as long for each more
+REFUSALS = 5  # generations without a commit in which one machine refuses another
 
 Pair = frozenset[int]  # two machines, by the numbers of their agents
 
@@ -27,18 +32,65 @@ def side_that_stays(workers: Mapping[int, int], cut: Collection[Pair]) -> set[in
     {1, 2}
     """
     pairs = [pair for pair in cut if pair <= workers.keys()]
+    stays = set(workers) - {machine for pair in pairs for machine in pair}
+    for component in _components(pairs):
+        stays |= _stays(component, [pair for pair in pairs if pair <= component], workers)
+    return stays
+
+
+def _components(pairs: Collection[Pair]) -> list[set[int]]:
+    """Return the machines in these pairs, in groups that no pair connects: each can be decided by itself."""
+    found: list[set[int]] = []
+    for pair in pairs:
+        joined = [group for group in found if group & pair]
+        found = [group for group in found if not group & pair]
+        found.append(set(pair).union(*joined))
+    return found
+
+
+def _stays(machines: set[int], pairs: Collection[Pair], workers: Mapping[int, int]) -> set[int]:
+    """Return the best side of some machines. Of many it is a good one: the best would take too long to find."""
     if not pairs:
-        return set(workers)
+        return machines
     # Either this machine goes, or all those go that it cannot reach. The one with the most pairs decides the most.
-    most = max(sorted(workers), key=lambda machine: sum(machine in pair for pair in pairs))
+    most = max(sorted(machines), key=lambda machine: sum(machine in pair for pair in pairs))
     partners = {machine for pair in pairs if most in pair for machine in pair} - {most}
-    without = side_that_stays({m: n for m, n in workers.items() if m != most}, pairs)
-    with_it = side_that_stays({m: n for m, n in workers.items() if m not in partners}, pairs)
+
+    def among(some: set[int]) -> set[int]:
+        return _stays(some, [pair for pair in pairs if pair <= some], workers)
 
     def worth(side: set[int]) -> tuple[int, list[int]]:
-        return sum(workers[m] for m in side), [-m for m in sorted(side)]
+        return sum(workers[machine] for machine in side), [-machine for machine in sorted(side)]
 
-    return max(with_it, without, key=worth)
+    if len(machines) > MANY:
+        return among(machines - {most} if worth({most}) < worth(partners) else machines - partners)
+    return max(among(machines - partners), among(machines - {most}), key=worth)
+
+
+@dataclass(kw_only=True)
+class Refusals:
+    """Machines that refused others since the last commit, and in how many generations.
+
+    A worker that gives a generation up refuses those who still call it. But the same machine does not refuse the same
+    other one in many generations, unless a firewall does.
+
+    >>> refusals, standings = Refusals(), {"1.0": Standing(refused=("2.0",)), "2.0": Standing()}
+    >>> [bool(refusals.cut(standings)) for _ in range(5)]
+    [False, False, False, False, True]
+    """
+
+    _times: Counter[Pair] = field(default_factory=Counter)
+
+    def cut(self, standings: Mapping[str, Standing]) -> set[Pair]:
+        """Take in what workers show after a generation has failed; return the machines that count as cut off."""
+        refused = {
+            frozenset({machine_of(name), machine_of(other)})
+            for name, standing in standings.items()
+            for other in standing.refused
+            if machine_of(name) != machine_of(other)
+        }
+        self._times.update(refused)
+        return {pair for pair, times in self._times.items() if times >= REFUSALS}
 
 
 @dataclass(kw_only=True)

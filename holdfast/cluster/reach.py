@@ -32,7 +32,7 @@ class Calls:
     def look(self, calling: Collection[str], now: float) -> set[str]:
         """Take in the addresses that are being called; return those that have not answered for too long.
 
-        Between two calls of the same address it counts as called, as long as no look finds it answered.
+        An address that is not called any more has answered, if only to refuse.
         """
         self._since = {address: self._since.get(address, now) for address in calling}
         return {address for address, since in self._since.items() if now - since >= self.seconds}

@@ -103,6 +103,7 @@ class Cohort:
         self._first_of_generation = False  # the next commit is the first of its generation
         self._has_stepped = False  # a step was committed in this generation
         self._unreached: tuple[str, ...] = ()  # members whose machines did not answer in the last generation
+        self._refused: tuple[str, ...] = ()  # those whose machines refused this worker
         self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         self._sent = 0  # bytes sent in past generations
         self._called = False  # the generation was ended for somebody who wants to join or leave
@@ -285,7 +286,7 @@ class Cohort:
                 self._events.write(
                     "broken", worker=self.membership.worker, generation=generation.number, reason=str(reason)
                 )
-                broken, self._unreached = True, reason.unreached
+                broken, self._unreached, self._refused = True, reason.unreached, reason.refused
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
         """Return what this worker shows to get into the next generation."""
@@ -301,6 +302,7 @@ class Cohort:
             boundary=boundary,
             broken=broken,
             unreached=self._unreached,
+            refused=self._refused,
             # A wish that came after the last vote waits: workers that leave together must have voted on it.
             leaving=self._leaves or self.everybody_leaves,
             payload=account.to_json(),
@@ -325,7 +327,7 @@ class Cohort:
         self._stop_at_boundary = False
         self._first_of_generation = True
         self._has_stepped = False
-        self._unreached = ()
+        self._unreached = self._refused = ()
         for callback in self._entered:
             callback(generation, settlement)
         self._events.write(

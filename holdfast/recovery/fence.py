@@ -124,6 +124,7 @@ class Fence:
             try:
                 with self._lock:
                     if not stop.is_set():
+                        self._chain.prepare()  # where nobody can write, nobody has taken anything over
                         self._renew()
             except (Taken, Superseded):
                 pass  # ``raise_if_lost`` tells it at the next boundary, unless this worker enters a newer generation

@@ -78,8 +78,13 @@ class Checkpoints:
             raise UsageError(f"keep={self.keep!r} is not a number of checkpoints", hint="1 or more")
         if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
             raise UsageError(f"keep_every={self.keep_every!r} is not a number of steps", hint="1 or more, or None")
-        if isinstance(self.lease, bool) or not isinstance(self.lease, int | float) or not self.lease > 0:
-            raise UsageError(f"lease={self.lease!r} is not a number of seconds", hint="90, for example")
+        if (
+            isinstance(self.lease, bool)
+            or not isinstance(self.lease, int | float)
+            or not 0 < self.lease <= lease.LONGEST_SECONDS
+        ):
+            limit = f"a number of seconds up to {lease.LONGEST_SECONDS:g}"
+            raise UsageError(f"lease={self.lease!r} is not {limit}", hint="90, for example")
 
     @classmethod
     def of(cls, given: Any) -> Checkpoints | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -183,6 +184,52 @@ def test_a_file_that_cannot_be_understood_is_that_of_an_unknown_holder(tmp_path:
         assert found.number == 2
         assert not asked(found, unchanged=89.0).take
         assert asked(found, unchanged=90.0).take
+
+
+def spoil(path: Path, kind: str) -> None:
+    """Put something into the place of a lease file that no holder has written."""
+    whole = json.loads(note(MINE, 2).to_text())
+    if kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "deep":
+        path.write_text("[" * 100_000)
+    else:
+        name, value = {
+            "seconds": ("seconds", "abc"),
+            "since": ("since", 1e300),
+            "text": ("since", "x"),
+            "pid": ("process", {**whole["process"], "pid": 10**30}),
+            "run": ("claim", {**whole["claim"], "run": ["a"]}),
+        }[kind]
+        path.write_text(json.dumps({**whole, name: value}))
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "deep", "seconds", "since", "text", "pid", "run"])
+def test_a_hostile_file_is_that_of_an_unknown_holder_and_the_same_at_each_look(tmp_path: Path, kind: str) -> None:
+    """Two looks at the same file must not seem a renewal: the folder would be refused for ever."""
+    chain = prepared(tmp_path)
+    spoil(tmp_path / lease.FOLDER / "lease-00000002.json", kind)
+    found = chain.newest()
+    assert found is not None
+    assert found == chain.newest()
+    assert found.claim.run == "?"
+    assert "?" in found.holder
+    assert asked(found, unchanged=90.0).take
+
+
+def test_an_empty_file_is_not_renewed_by_looking_at_it() -> None:
+    assert Note.from_text(5, b"") == Note.from_text(5, b"")
+
+
+def test_no_lease_counts_for_longer_than_an_hour(tmp_path: Path) -> None:
+    chain = prepared(tmp_path)
+    text = json.loads(note(MINE, 2).to_text()) | {"seconds": 1e12}
+    (tmp_path / lease.FOLDER / "lease-00000002.json").write_text(json.dumps(text))
+    found = chain.newest()
+    assert found is not None
+    assert found.seconds == lease.LONGEST_SECONDS
 
 
 def test_without_links_a_number_is_made_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from holdfast.cluster.agent import REPEAT_SECONDS
 from holdfast.cluster.events import read_events
 from tests.harness import TRAIN, wait_until
 from tests.warm import Command
@@ -117,6 +119,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     events = tmp_path / "holdfast-logs" / "events.jsonl"
     wait_until("it has understood", lambda: any(e["event"] == "preempted" for e in read_events(events)))
+    time.sleep(2 * REPEAT_SECONDS)  # else it is the same notice once more
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
 

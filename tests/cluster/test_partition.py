@@ -13,7 +13,7 @@ import pytest
 from holdfast.cluster import reach
 from holdfast.cluster.generations import TRIES
 from holdfast.cluster.membership import GIVEN_UP
-from holdfast.cluster.partition import side_that_stays
+from holdfast.cluster.partition import REFUSALS, side_that_stays
 from holdfast.cluster.register import Sent
 from tests.cluster.test_roster import Table, logged, to
 from tests.standings import standing
@@ -97,6 +97,17 @@ def test_a_commit_begins_the_count_anew() -> None:
     assert not table.roster.stopped
 
 
+def test_a_machine_that_refuses_another_again_and_again_is_kept_out() -> None:
+    """Now and then, it may only have given the generation up before the other had."""
+    table = two_machines(patience=1000.0)
+    for times in range(1, REFUSALS + 1):
+        table.show(10, operation=5, broken=True, refused=("0.0",))
+        for connection in (0, 1):
+            sent = table.show(connection, operation=5, broken=True)
+        assert ("partition" in logged(sent)) == (times == REFUSALS)
+    assert table.roster.members == ["0.0", "0.1"]
+
+
 # --- before the first generation -------------------------------------------------------------------------
 
 
@@ -152,6 +163,20 @@ def test_the_side_that_stays_is_the_largest(seed: int) -> None:
     stays = side_that_stays(workers, cut)
     assert is_whole(tuple(stays))
     assert sum(workers[m] for m in stays) == max(sum(workers[m] for m in side) for side in sides)
+
+
+@pytest.mark.parametrize("machines", [40, 200])
+def test_many_machines_are_decided_soon(machines: int) -> None:
+    """Each pair by itself, and half against half with some links left. All sides would be 2 to the 40th."""
+    workers = dict.fromkeys(range(machines), 1)
+    pairs = {frozenset({n, n + 1}) for n in range(0, machines, 2)}
+    assert side_that_stays(workers, pairs) == set(range(0, machines, 2))
+    chance = random.Random(0)
+    halves = [(a, b) for a in range(machines // 2) for b in range(machines // 2, machines)]
+    cut = {frozenset(pair) for pair in halves if chance.random() < 0.3}
+    stays = side_that_stays(workers, cut)
+    assert not any(pair <= stays for pair in cut)
+    assert len(stays) >= machines // 2 - machines // 10
 
 
 def test_a_complaint_about_somebody_who_is_gone_counts_for_nothing() -> None:

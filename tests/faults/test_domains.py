@@ -146,6 +146,19 @@ def test_two_hosts_that_do_not_reach_each_other(tmp_path: Path, undisturbed, thr
     assert result.losses == undisturbed(STEPS).losses
 
 
+def test_two_hosts_that_refuse_each_other(tmp_path: Path, undisturbed, three: Machines) -> None:
+    """A firewall answers in their place. The third one trained with the first, and is not ended by the second."""
+    three.refuse(1, 2)
+    for machine in range(3):
+        words = ("-n", "2", "--nnodes", "3", "--heartbeat-timeout", str(HEARTBEAT), "--patience", "90")
+        three.start(machine, tmp_path, *words, STEPS=str(STEPS), STAGES="1", TOLERATE="1")
+    assert [three.wait(machine) for machine in range(3)] == [0, 0, 0]
+    result = collect(tmp_path)
+    assert len({event["host"] for event in result.of("partition")}) == 1
+    assert len(result.results) == 4
+    assert result.sha256 == undisturbed(STEPS).sha256
+
+
 @pytest.mark.thorough("a link is cut, and hosts join, in other tests")
 def test_a_host_whose_link_comes_back_joins_again(tmp_path: Path, undisturbed, three: Machines) -> None:
     start_all(three, tmp_path, STEPS="150", STAGES="3", TOLERATE="1", WANTED="6")

@@ -214,6 +214,18 @@ def trains(folder: Path, step: int = 2) -> None:
     wait_until("training", lambda: path.exists() and any(e.get("step") == step for e in read_events(path)))
 
 
+def test_a_notice_that_comes_twice_is_one(tmp_path: Path) -> None:
+    """A wrapper passes on the signal that the whole process group has got already."""
+    settings = {**saved_at(tmp_path), "RESULTS": str(tmp_path / "results.jsonl")}
+    agent = Command("run", "-n", "2", str(TRAIN), folder=tmp_path, **settings)
+    trains(tmp_path)
+    agent.send_signal(signal.SIGTERM)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(60) == 128 + signal.SIGTERM
+    assert "is saved" in agent.stdout
+    assert len(series.steps_in(tmp_path / "saved")) == 1
+
+
 def test_a_grace_that_is_too_short_for_the_disk(tmp_path: Path) -> None:
     """Both workers' disks need ten minutes. What is not saved is said, in time, and the exit code tells."""
     slow = {"MEDDLE": "slow 0.0 600; slow 0.1 600", "PYTHONPATH": str(Path(__file__).parents[2])}

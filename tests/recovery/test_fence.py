@@ -214,6 +214,25 @@ def test_a_run_that_was_taken_over_never_takes_it_back(folder: Folder) -> None:
         paused.check()
 
 
+def test_a_folder_that_cannot_be_written_any_more_was_not_taken_by_its_last_run(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run's folder on a read-only file system: its old lease is there, and nobody has taken anything."""
+    folder.leave(released=True)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Chain, "_write", refuse)
+    fence = folder.fence(SHORT)
+    assert not fence.begin(claim())
+    fence.enter(claim(), first=True)
+    threading.Event().wait(SHORT)  # time for the thread that renews leases
+    fence.raise_if_lost()
+    with pytest.raises(CheckpointError, match="Read-only"):
+        fence.check()
+
+
 def test_a_folder_that_cannot_be_written_is_read_without_a_lease(tmp_path: Path, caplog: Any) -> None:
     save_parts(tmp_path, PARTS[0])
     (tmp_path / lease.FOLDER).write_text("where the lease would be")
