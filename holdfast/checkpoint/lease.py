@@ -166,13 +166,14 @@ class Note:
 
     def _is_sound(self) -> bool:
         """Whether the numbers are such as a holder writes."""
-        return self.seconds > 0 and 0 <= self.since < 2**40 and 0 <= self.process.pid < 2**31
+        return self.seconds >= 0 and 0 <= self.process.pid < 2**31
 
     @property
     def holder(self) -> str:
         """The holder in words."""
         process = self.process
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since)) if self.since else "an unknown time"
+        known = 0 < self.since < 2**35  # else the clock was wrong
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since)) if known else "an unknown time"
         return f"worker {self.claim.worker} of run {self.claim.run} on {process.machine or '?'} " + (
             f"(process {process.pid}, since {since})"
         )

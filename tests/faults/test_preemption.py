@@ -367,6 +367,7 @@ def fresh_agent(folder: Path, output: int, **environment: str) -> subprocess.Pop
         stdout=output,
         stderr=output,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )
 
 
