@@ -60,7 +60,10 @@ class AgentSettings:
             "master-port": master_port,
             "run": run,
         }
-        return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        if self.tls is not None:
+            words += ["--tls", self.tls.cert, self.tls.key, self.tls.ca, self.tls.name]
+        return words
 
     def worker_environment(
         self,
