@@ -90,7 +90,8 @@ def test_one_that_was_given_back_is_taken_at_once(folder: Folder) -> None:
     first.enter(claim("a"), first=True)
     first.release()
     assert folder.fence().begin(claim("b"))
-    assert folder.newest.term == 3
+    assert folder.newest.claim.run == "b"
+    assert folder.newest.term in (3, 4), "the thread of the first may have renewed it once"
 
 
 def test_one_of_another_machine_is_waited_for(folder: Folder, caplog: Any) -> None:
