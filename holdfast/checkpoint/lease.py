@@ -64,6 +64,7 @@ from typing import Any
 
 from holdfast.checkpoint.disk import NO_LINKS, discard, explained, make_folder
 from holdfast.errors import CheckpointError
+from holdfast.processes import facts_of
 
 SECONDS = 90.0  # duration: the oldest view of an NFS client (60 s) and three renewals
 BEATS = 9  # renewals within one duration
@@ -88,13 +89,13 @@ class Process:
     def current() -> Process:
         """Return this process."""
         pid = os.getpid()
-        seen = _stat(pid)
+        seen = facts_of(pid)
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             space = os.readlink("/proc/self/ns/pid")
         except OSError:
             boot = space = ""
-        return Process(machine=socket.gethostname(), boot=boot, space=space, pid=pid, start=seen[1] if seen else "")
+        return Process(machine=socket.gethostname(), boot=boot, space=space, pid=pid, start=seen.start if seen else "")
 
     def is_dead(self) -> bool:
         """Whether it is known to have ended. False: it lives, or nobody can tell from here."""
@@ -107,17 +108,8 @@ class Process:
             return True
         except PermissionError:
             pass
-        seen = _stat(self.pid)
-        return seen is not None and (seen[0] in "ZX" or seen[1] != self.start)  # a zombie does nothing any more
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """Return a process's state and its start in ticks; None if that cannot be read."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return words[0], words[19]
-    except (OSError, IndexError):
-        return None
+        seen = facts_of(self.pid)
+        return seen is not None and (seen.is_over or seen.start != self.start)
 
 
 @dataclass(frozen=True, kw_only=True)

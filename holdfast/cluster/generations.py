@@ -20,7 +20,7 @@ from holdfast.cluster.membership import (
     machine_of,
     worker_order,
 )
-from holdfast.cluster.partition import KeptOut, Refusals, side_that_stays
+from holdfast.cluster.partition import KeptOut, Refusals, pairs_of, side_that_stays
 from holdfast.cluster.register import Peer, Register, Worker
 
 TRIES = 20  # generations of the same workers that may fail in a row, if they also take longer than the patience
@@ -223,12 +223,8 @@ class Generations:
 
         The larger side stays; the smaller one does if only it can carry the run on.
         """
-        cut = self._refusals.cut(standings) | {
-            frozenset({machine_of(name), machine_of(other)})
-            for name, standing in standings.items()
-            for other in standing.unreached
-            if machine_of(name) != machine_of(other)
-        }
+        unreached = {name: standing.unreached for name, standing in standings.items()}
+        cut = self._refusals.cut(standings) | pairs_of(unreached)
         stays = side_that_stays(Counter(machine_of(name) for name in standings), cut)
         side = {name: standing for name, standing in standings.items() if machine_of(name) in stays}
         rest = {name: standing for name, standing in standings.items() if name not in side}

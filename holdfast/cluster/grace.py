@@ -100,7 +100,8 @@ class Departure:
     def _doing(self) -> str:
         if self._saved:
             return f"step {self._saved} is saved; ending"
-        return self._written("saving step {step}: {percent} %") or "on the way to a step boundary"
+        waiting = "on the way to a step boundary" if self.begun else "training has not begun yet"
+        return self._written("saving step {step}: {percent} %") or waiting
 
     def _written(self, text: str) -> str:
         """Fill in the step and the percentage of the checkpoint that is being written; "" if none is."""

@@ -22,6 +22,7 @@ from holdfast.cluster import signals, stacks
 from holdfast.cluster.events import Events
 from holdfast.cluster.membership import GIVEN_UP
 from holdfast.cluster.wire import Message
+from holdfast.processes import is_stopped
 
 
 @dataclass(kw_only=True)
@@ -45,7 +46,7 @@ class LocalWorker:
     @property
     def is_stopped(self) -> bool:
         """Whether its process is stopped by a signal."""
-        return self.pid is not None and stacks.is_stopped(self.pid)
+        return self.pid is not None and is_stopped(self.pid)
 
     def kill(self) -> None:
         """Kill the worker's process."""

@@ -20,6 +20,18 @@ REFUSALS = 5  # generations without a commit in which one machine refuses anothe
 Pair = frozenset[int]  # two machines, by the numbers of their agents
 
 
+def pairs_of(complaints: Mapping[str, Collection[str]]) -> set[Pair]:
+    """Return the pairs of machines between which workers complain of each other.
+
+    >>> pairs_of({"0.0": ["1.0", "1.1", "0.1"], "1.0": []})
+    {frozenset({0, 1})}
+    """
+    found = {
+        frozenset({machine_of(name), machine_of(other)}) for name, others in complaints.items() for other in others
+    }
+    return {pair for pair in found if len(pair) == 2}
+
+
 def side_that_stays(workers: Mapping[int, int], cut: Collection[Pair]) -> set[int]:
     """Return the machines with the most workers among which no two are cut off from each other.
 
@@ -83,13 +95,7 @@ class Refusals:
 
     def cut(self, standings: Mapping[str, Standing]) -> set[Pair]:
         """Take in what workers show after a generation has failed; return the machines that count as cut off."""
-        refused = {
-            frozenset({machine_of(name), machine_of(other)})
-            for name, standing in standings.items()
-            for other in standing.refused
-            if machine_of(name) != machine_of(other)
-        }
-        self._times.update(refused)
+        self._times.update(pairs_of({name: standing.refused for name, standing in standings.items()}))
         return {pair for pair, times in self._times.items() if times >= REFUSALS}
 
 

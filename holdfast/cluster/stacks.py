@@ -16,6 +16,8 @@ import signal
 import sysconfig
 from pathlib import Path
 
+from holdfast.processes import is_stopped
+
 SIGNAL = signal.SIGQUIT  # Java's and Go's signal for the same; a terminal's Ctrl-\ does not reach workers
 LONGEST_SECONDS = 3.0  # for a process to write its stacks: it takes milliseconds, unless the process cannot
 QUIET_SECONDS = 0.3  # after its last line, the stacks are complete
@@ -74,12 +76,3 @@ def place_of(dump: str) -> str | None:
     path = Path(frame["path"])
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f"{shown}:{frame['line']} in {frame['name']}"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger: then it takes no other signal but SIGKILL."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")

@@ -73,8 +73,8 @@ class Guard:
         self._trained = trained
         modules = list(_modules(model))
         of_loss = list(loss.named_modules()) if isinstance(loss, nn.Module) else []
-        self._all = [*_parameters(model, modules), *_buffers(model, modules, "buffer")]
-        self._all += _buffers(model, of_loss, "buffer of the loss")
+        self._all = [*_tensors(model, modules, "parameter"), *_tensors(model, modules, "buffer")]
+        self._all += _tensors(model, of_loss, "buffer of the loss")
         self._there = [(module, _there(module)) for _, module in [*modules, *of_loss]]
         self._held: list[Guarded] = []
         self._pieces: list[tuple[Guarded, int]] = []  # of tensors that no update trains
@@ -197,37 +197,23 @@ def _there(module: nn.Module) -> set[str]:
     return {key for key, buffer in module._buffers.items() if buffer is not None}
 
 
-def _parameters(model: LayeredModel, modules: Sequence[tuple[str, nn.Module]]) -> Iterable[Guarded]:
-    """Return the parameters of some modules, each once, by the first of its names."""
+def _tensors(model: LayeredModel, modules: Sequence[tuple[str, nn.Module]], kind: Kind) -> Iterable[Guarded]:
+    """Return the parameters, or for another ``kind`` the buffers, of some modules: each once, by its first name."""
     primaries = {id(alias): primary for alias, primary in model.aliases}
     units = {id(tensor): unit for unit in model.units for tensor in unit.tensors}
     found: dict[int, Guarded] = {}
     for path, module in modules:
-        for key, p in module._parameters.items():
-            if p is None:
+        place: dict[str, Any] = module._parameters if kind == "parameter" else module._buffers
+        for key, tensor in place.items():
+            if tensor is None:
                 continue
-            if id(p) not in found:
-                found[id(p)] = Guarded(
+            if id(tensor) not in found:
+                found[id(tensor)] = Guarded(
                     name=f"{path}.{key}" if path else key,
-                    kind="parameter" if p.requires_grad else "frozen parameter",
-                    tensor=p,
-                    unit=units.get(id(primaries.get(id(p), p))),
-                    is_alias=id(p) in primaries,
+                    kind="frozen parameter" if kind == "parameter" and not tensor.requires_grad else kind,
+                    tensor=tensor,
+                    unit=units.get(id(primaries.get(id(tensor), tensor))),
+                    is_alias=id(tensor) in primaries,
                 )
-            found[id(p)].places.append((module._parameters, key))
-    return found.values()
-
-
-def _buffers(model: LayeredModel, modules: Sequence[tuple[str, nn.Module]], kind: Kind) -> Iterable[Guarded]:
-    """Return the buffers of some modules, each once, by the first of its names."""
-    units = {id(tensor): unit for unit in model.units for tensor in unit.tensors}
-    found: dict[int, Guarded] = {}
-    for path, module in modules:
-        for key, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in found:
-                name, unit = f"{path}.{key}" if path else key, units.get(id(buffer))
-                found[id(buffer)] = Guarded(name=name, kind=kind, tensor=buffer, unit=unit)
-            found[id(buffer)].places.append((module._buffers, key))
+            found[id(tensor)].places.append((place, key))
     return found.values()

@@ -86,7 +86,7 @@ class Fence:
             if decision.refusal is not None:
                 raise decision.refusal
             if decision.take and self._make(found):
-                logger.info("%s is held by this run: %s", self._root, decision.reason)
+                logger.info("this run has taken the lease of %s: %s", self._root, decision.reason)
                 return True
             if not decision.take:
                 if not told:

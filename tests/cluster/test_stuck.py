@@ -25,6 +25,7 @@ from holdfast.cluster.stuck import (
 )
 from holdfast.data import fetch
 from holdfast.errors import UsageError
+from holdfast.processes import is_stopped
 
 OTHER = OTHER_FACTOR * STEP_SECONDS
 
@@ -289,7 +290,7 @@ async def stacks_of(code: str, folder: Path, *, stopped: bool = False) -> str:
             await asyncio.sleep(0.01)
         if stopped:
             process.send_signal(signal.SIGSTOP)
-            while not stacks.is_stopped(process.pid):
+            while not is_stopped(process.pid):
                 await asyncio.sleep(0.01)
         return await stacks.ask(process.pid, log, why="it hangs")
     finally:
