@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+EXITING = 0x4  # of the flags in proc(5): the kernel's PF_EXITING, set before a process loses its connections
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFacts:
@@ -12,6 +14,7 @@ class KernelFacts:
 
     state: str  # one letter, as in proc(5)
     start: str  # when it started, in ticks since the boot: tells it from a later process with the same number
+    flags: int = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -23,6 +26,11 @@ class KernelFacts:
         """Whether it has ended, and only its entry is left: it does nothing any more."""
         return self.state in "ZX"
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has ended, or the kernel takes it down already: a signal that is sent now is not the cause."""
+        return self.is_over or bool(self.flags & EXITING)
+
 
 def facts_of(pid: int) -> KernelFacts | None:
     """Return what the kernel says of a process; None if there is none, or this machine does not tell.
@@ -33,8 +41,8 @@ def facts_of(pid: int) -> KernelFacts | None:
     """
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return KernelFacts(state=words[0], start=words[19])
-    except (OSError, IndexError):
+        return KernelFacts(state=words[0], start=words[19], flags=int(words[6]))
+    except (OSError, IndexError, ValueError):
         return None
 
 
@@ -42,3 +50,32 @@ def is_stopped(pid: int) -> bool:
     """Whether a process is there, and stopped."""
     facts = facts_of(pid)
     return facts is not None and facts.is_stopped
+
+
+LOADER = "hf-loader "  # begin of the names of processes that read data for a worker
+
+
+def loaders_of(worker: int) -> list[int]:
+    """Return the loaders of a worker: its grandchildren of that name. None are found where this machine does not tell.
+
+    >>> import os
+    >>> loaders_of(os.getpid())
+    []
+    """
+    nurseries = _children_of(worker)
+    return [pid for nursery in nurseries for pid in _children_of(nursery) if _name_of(pid).startswith(LOADER)]
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        found = [(thread / "children").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    return [int(child) for line in found for child in line.split()]
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.cluster.membership import Judge, Standing, machine_of, newest_of, worker_order
+from holdfast.words import some_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,12 @@ def _all_at_one_boundary(standings: Mapping[str, Standing]) -> bool:
     )
 
 
-def _reason(dismissed: Collection[str], joiners: Collection[str]) -> str:
+def _reason(dismissed: Sequence[str], joiners: Sequence[str]) -> str:
     parts = []
     if joiners:
-        parts.append(f"{', '.join(joiners)} joined")
+        parts.append(f"{some_of(joiners)} joined")
     if dismissed:
-        parts.append(f"{', '.join(dismissed)} left as asked")
+        parts.append(f"{some_of(dismissed)} left as asked")
     return "; ".join(parts) or "regrouped over the survivors"
 
 
@@ -125,9 +126,11 @@ def first_members(*, waiting: Iterable[str], slots: Mapping[int, int]) -> list[s
     ['1.0', '1.1']
     """
     chosen: list[str] = []
+    left = dict(slots)
     for name in sorted(waiting, key=worker_order):
         machine = machine_of(name)
-        if sum(machine_of(other) == machine for other in chosen) < slots.get(machine, 0):
+        if left.get(machine, 0) > 0:
+            left[machine] -= 1
             chosen.append(name)
     return chosen
 
@@ -161,10 +164,30 @@ def _named(kind: str) -> str:
     return "the end" if kind == "end" else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
-def disagreement(doings: Mapping[str, tuple[int, str]]) -> str | None:
+CALL_ON_EVERY_WORKER = (
+    "call run.steps, step.commit, evaluate, predict, save_model and sha256 on every worker alike, not only on the first"
+)
+
+
+def hint_of_joiners(joiners: Collection[str]) -> str:
+    """Return what to do if workers disagree on what comes next, and some of them have joined later.
+
+    >>> hint_of_joiners(["0.3"]).partition(":")[0]
+    '0.3 joined later, so its script has not seen what the others computed before'
+    """
+    names = ", ".join(sorted(joiners, key=worker_order))
+    their = "its script has" if len(joiners) == 1 else "their scripts have"
+    return (
+        f"{names} joined later, so {their} not seen what the others computed before: keep what the script decides by "
+        "in Run(state={…}) and run.state, not in variables of its own; and make each call on every worker"
+    )
+
+
+def disagreement(doings: Mapping[str, tuple[int, str]], joiners: Collection[str] = ()) -> str | None:
     """Return an error message if two workers are at different kinds of the same operation, else None.
 
     ``doings``: each worker's (number of the operation, kind). Such workers would wait for each other for ever.
+    ``joiners``: those of them that came after the begin.
 
     >>> print(disagreement({"0.0": (7, "evaluation"), "0.1": (7, "step")}).partition(" (")[0])
     workers disagree on what comes next: for 0.0 it is an evaluation, for 0.1 a step
@@ -173,8 +196,7 @@ def disagreement(doings: Mapping[str, tuple[int, str]]) -> str | None:
     for worker, (operation, kind) in doings.items():
         other, meant = seen.setdefault(operation, (worker, kind))
         if meant != kind:
-            return (
-                f"workers disagree on what comes next: for {other} it is {_named(meant)}, for {worker} {_named(kind)} "
-                "(call run.steps, evaluate, save_model and sha256 on every worker, not only on the first)"
-            )
+            hint = hint_of_joiners(joiners) if joiners else CALL_ON_EVERY_WORKER
+            said = f"for {other} it is {_named(meant)}, for {worker} {_named(kind)}"
+            return f"workers disagree on what comes next: {said} ({hint})"
     return None

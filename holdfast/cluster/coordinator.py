@@ -1,6 +1,7 @@
 """The coordinator's process: sockets and timers around the roster, which makes all decisions.
 
-It runs beside the first agent. No step waits for it: it is needed only to form generations.
+It runs beside the first agent, or beside the one that was elected through etcd. No step waits for it: it is needed only
+to form generations.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
+from holdfast import titles
 from holdfast.cluster import signals, wire
 from holdfast.cluster.events import Events
 from holdfast.cluster.gate import Gate
 from holdfast.cluster.generations import RosterSettings
 from holdfast.cluster.membership import Judge, new_incarnation
+from holdfast.cluster.quorum.election import DEPOSED
+from holdfast.cluster.quorum.etcd import Etcd, EtcdSettings
+from holdfast.cluster.quorum.fence import Deposed, Fence, FencedOutbox, Recalled
+from holdfast.cluster.quorum.records import Keys
 from holdfast.cluster.register import EVENTS, HANG_UP, Sent
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
 from holdfast.cluster.tls import TlsSettings
@@ -35,17 +41,56 @@ class CoordinatorSettings(RosterSettings):
     judge: str = ""  # "module:function" of a ``Judge``, which reads the workers' standings
     events: str | None = None  # path of events.jsonl; None: write no events
     tls: TlsSettings | None = None  # None: no TLS
+    etcd: str = ""  # etcd's addresses; empty: this coordinator is the only one, and nobody elects it
+    etcd_run: str = ""  # the run's name in etcd
+    epoch: int = 0  # the revision of etcd at which its agent got the role
+
+
+@dataclass(kw_only=True)
+class Meter:
+    """What the coordinator has done so far: messages and bytes of both directions, and processor time.
+
+    >>> meter = Meter(messages=3, bytes=700)
+    >>> meter.count(100)
+    >>> meter.messages, meter.bytes
+    (4, 800)
+    """
+
+    messages: int = 0
+    bytes: int = 0
+
+    def count(self, size: int) -> None:
+        """Count a message."""
+        self.messages += 1
+        self.bytes += size
+
+    def read(self) -> dict[str, float]:
+        """Return what it shows now."""
+        cpu = 1000 * time.process_time()
+        return {"coordinator_messages": self.messages, "coordinator_bytes": self.bytes, "coordinator_ms": cpu}
 
 
 class Coordinator:
-    """Carries messages between the roster and the peers that the gate lets in."""
+    """Carries messages between the roster and the peers that the gate lets in.
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    With a ``fence``, messages that decide something wait until etcd has confirmed that this coordinator holds the role,
+    and has stored the generation that they announce.
+    """
+
+    def __init__(
+        self, settings: CoordinatorSettings, fence: Fence | None = None, recalled: Recalled | None = None
+    ) -> None:
         self._settings = settings
         self._events = Events(settings.events)
-        roster = dataclasses.replace(settings, life=new_incarnation())
-        self._roster = Roster(roster, judge=find_judge(settings.judge), now=time.monotonic())
+        self._events.write("coordinator", pid=os.getpid(), epoch=settings.epoch)
+        self._fence = fence
+        self._fenced = FencedOutbox(self._carry_out)
+        self._roster = Roster(settings, judge=find_judge(settings.judge), now=time.monotonic())
+        if recalled is not None:
+            self._roster.recall(recalled.decided, recalled.alive)
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._meter = Meter()
+        self._before_break = self._meter.read()  # what the meter showed before the generation broke
         self._next = 0  # the number of the next connection
         self._timer: asyncio.TimerHandle | None = None
         self._over = asyncio.Event()
@@ -53,9 +98,15 @@ class Coordinator:
     async def serve(self, listener: socket.socket) -> None:
         """Serve on a listening socket until the run is over, then end the process."""
         settings = self._settings
+        if self._fence is not None:
+            sending = asyncio.create_task(self._fenced.send_all(self._fence))
+            sending.add_done_callback(_end_if_deposed)
         self._set_timer()
         async with Gate(listener, token=settings.token, admitted=self._connected, settings=settings.tls):
             await self._over.wait()
+            if self._fence is not None:
+                await self._fenced.emptied()
+                await self._fence.end()
             await asyncio.sleep(LAST_SECONDS)
             os._exit(0)  # nothing is left to clean up, and asyncio would warn of open connections
 
@@ -65,6 +116,7 @@ class Coordinator:
         """Serve one peer from its hello to its end."""
         connection, self._next = self._next, self._next + 1
         self._writers[connection] = writer
+        self._meter.count(len(wire.encode(hello)))
         self._step(Connected(connection=connection, hello=hello))
         try:
             await self._hear(connection, reader)
@@ -79,6 +131,7 @@ class Coordinator:
                 line = await reader.readline()
                 if not line.endswith(b"\n"):
                     return
+                self._meter.count(len(line))
                 message = wire.decode(line)
             except OSError:
                 return
@@ -89,7 +142,15 @@ class Coordinator:
 
     def _step(self, event: Event) -> None:
         """Give the roster an event, send what it returns, and set the timer to its next deadline."""
-        self._carry_out(self._roster.step(event, time.monotonic()))
+        before = self._roster.announced
+        if not self._roster.is_recovering:  # survivors often show their standings before the loss is reported
+            self._before_break = self._meter.read()
+        sent = [self._with_cost(*each) for each in self._roster.step(event, time.monotonic())]
+        decided = self._roster.decided if self._roster.announced != before else None
+        if self._fence is None:
+            self._carry_out(sent)
+        else:
+            self._fenced.put(sent, decided)
         if self._roster.stopped:
             self._over.set()
         self._set_timer()
@@ -119,7 +180,21 @@ class Coordinator:
             else:
                 if id(message) not in encoded:
                     encoded[id(message)] = wire.encode(message)
+                self._meter.count(len(encoded[id(message)]))
                 writer.write(encoded[id(message)])
+
+    def _with_cost(self, recipient: int, message: wire.Message) -> Sent:
+        """Add to the event of a recovery what it has cost this process."""
+        if recipient != EVENTS or message["event"] != "recovery":
+            return recipient, message
+        cost = {name: round(value - self._before_break[name], 3) for name, value in self._meter.read().items()}
+        return recipient, message | cost
+
+
+def _end_if_deposed(sending: asyncio.Task[None]) -> None:
+    """End the process if another coordinator has taken its place, or if etcd refuses it."""
+    if not sending.cancelled() and (error := sending.exception()) is not None:
+        os._exit(DEPOSED if isinstance(error, Deposed) else 1)
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
@@ -153,13 +228,25 @@ def main() -> None:
     listener = socket.socket(fileno=arguments.pop("listener"))
     if (files := arguments.pop("tls")) is not None:
         arguments["tls"] = TlsSettings(**dict(zip(("cert", "key", "ca", "name"), files, strict=True)))
-    settings = CoordinatorSettings(token=os.environ["HOLDFAST_TOKEN"], **arguments)
+    settings = CoordinatorSettings(token=os.environ["HOLDFAST_TOKEN"], **{**arguments, "life": new_incarnation()})
     signals.leave_to_agent()  # both processes get a terminal's Ctrl-C
+    titles.set_title("coordinator")
 
     async def serve() -> None:
-        await Coordinator(settings).serve(listener)
+        if not settings.etcd:
+            await Coordinator(settings).serve(listener)
+            return
+        async with Etcd(EtcdSettings.given(settings.etcd)) as etcd:
+            fence = Fence(etcd, Keys(run=settings.etcd_run), epoch=settings.epoch)
+            recalled = await fence.open()
+            first, newest = recalled.first_host, recalled.newest
+            known = dataclasses.replace(settings, first_host=first, newest=newest, recalls=True)
+            await Coordinator(known, fence, recalled).serve(listener)
 
-    asyncio.run(serve())
+    try:
+        asyncio.run(serve())
+    except Deposed:
+        raise SystemExit(DEPOSED) from None
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ A run takes its faults from the environment variable ``HOLDFAST_FAULTS``, so tha
 
     HOLDFAST_FAULTS="kill worker=0.1 step=3 phase=backward; stop worker=0.2 step=5 phase=vote"
 
-The kinds are ``kill`` (SIGKILL), ``stop`` (SIGSTOP: the whole process hangs), ``lock`` (a deadlock) and ``spin`` (an
-endless loop), which hang one thread while others run on, ``raise`` (an exception in user code), and the sabotages
-``skip-gradient``, ``double-update``, ``repeat-sample`` and ``skip-undo``, which must make an exactness test fail.
+The kinds are ``kill`` (SIGKILL), ``lose`` (the same for the agent and its process group: the machine is lost), ``stop``
+(SIGSTOP: the whole process hangs), ``lock`` (a deadlock) and ``spin`` (an endless loop), which hang one thread while
+others run on, ``raise`` (an exception in user code), and the sabotages ``skip-gradient``, ``double-update``,
+``repeat-sample``, ``skip-undo`` and ``flip-bit`` (of a weight), which must make an exactness test fail.
 
 Most phases are named after the code they are in. The phase ``eager`` comes after each bucket that is updated before
-the vote. Three belong to replicas that train apart: ``ballot`` comes when one has told the others how much its update
-matters, ``average`` when they exchange their weights, ``averaged`` before they vote on that.
+the vote; ``predict`` when a worker has computed its share of predictions, and nobody else has it. Three belong to
+replicas that train apart: ``ballot`` comes when one has told the others how much its update matters, ``average`` when
+they exchange their weights, ``averaged`` before they vote on that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,19 @@ from typing import Literal, get_args
 
 from holdfast.errors import UsageError
 
-Kind = Literal["kill", "stop", "lock", "spin", "raise", "skip-gradient", "double-update", "repeat-sample", "skip-undo"]
+Kind = Literal[
+    "kill",
+    "lose",
+    "stop",
+    "lock",
+    "spin",
+    "raise",
+    "skip-gradient",
+    "double-update",
+    "repeat-sample",
+    "skip-undo",
+    "flip-bit",
+]
 Phase = Literal[
     "data",
     "forward",
@@ -37,11 +51,13 @@ Phase = Literal[
     "voted",
     "update",
     "regroup",
+    "enter",
     "copy",
     "replay",
     "snapshot",
     "write",
     "commit",
+    "predict",
 ]
 
 
@@ -56,6 +72,7 @@ class Fault:
     kind: Kind
     worker: str
     step: int | None = None  # None: whenever the phase comes
+    part: int = 0  # of a ``Loop``'s step with several updates: how many were made before
     phase: Phase = "data"
 
     @staticmethod
@@ -69,6 +86,7 @@ class Fault:
             kind=kind,  # type: ignore[arg-type]
             worker=fields["worker"],
             step=int(fields["step"]) if "step" in fields else None,
+            part=int(fields.get("part", "0")),
             phase=fields.get("phase", "data"),  # type: ignore[arg-type]
         )
 
@@ -80,6 +98,7 @@ def parse(text: str) -> list[Fault]:
 
 _planned: list[Fault] = []  # faults of this worker that have not struck
 _step = 0  # the step that training has come to
+_part = 0  # updates of it that are made
 
 
 def plan(worker: str) -> None:
@@ -87,10 +106,10 @@ def plan(worker: str) -> None:
     _planned[:] = [f for f in parse(os.environ.get("HOLDFAST_FAULTS", "")) if f.worker == worker]
 
 
-def at_step(step: int) -> None:
-    """Note that training has come to this step."""
-    global _step
-    _step = step
+def at_step(step: int, *, part: int = 0) -> None:
+    """Note that training has come to this step. ``part``: updates of it that are made already."""
+    global _step, _part
+    _step, _part = step, part
 
 
 def point(phase: Phase, *, step: int | None = None) -> None:
@@ -99,8 +118,11 @@ def point(phase: Phase, *, step: int | None = None) -> None:
     ``step`` is given where a thread works for another step than the one that training has come to.
     """
     for fault in _planned:
-        if fault.phase == phase and fault.step in (None, _step if step is None else step):
-            if fault.kind == "kill":
+        here = fault.step in (None, _step if step is None else step) and fault.part == _part
+        if fault.phase == phase and here:
+            if fault.kind in ("kill", "lose"):
+                if fault.kind == "lose":
+                    os.killpg(os.getpgid(int(os.environ["HOLDFAST_AGENT"])), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "stop":
                 _planned.remove(fault)

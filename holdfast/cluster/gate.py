@@ -1,47 +1,21 @@
-"""The gate: accepts connections, and lets in those that prove the token. Everybody else is a stranger.
+"""The gate: lets in those who prove the token at the door, and serves each as a stream of lines, with TLS if wanted.
 
-A stranger costs less than 1 KiB here: a socket, at most 42 received bytes and a nonce. There is no stream, task, timer
-or JSON before the proof. Strangers have ``wire.HANDSHAKE_SECONDS`` in all. When there are too many, the oldest goes: a
-peer proves itself within two round trips, so strangers cannot keep it out by waiting. TLS, which costs much more,
-begins after the proof.
+``door`` has the strangers. TLS, which costs much more than a stranger does, begins after the proof.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
 
-from holdfast.cluster import descriptors, handshake, tls, wire
+from holdfast.cluster import tls, wire
+from holdfast.cluster.door import REST_SECONDS, Door
 
-STRANGERS = 4096  # connections without a proof at a time, in all less than 4 MiB
-SHARE = 4  # strangers get at most one in so many of this process's descriptors
-BATCH = 64  # connections accepted, or heard, before the event loop serves the peers again
 UPGRADES = 32  # TLS handshakes at a time, about 50 KiB and a millisecond of processor time each
-REST_SECONDS = 0.05  # without accepting, when the system has no descriptor left that a stranger could give back
 
 Admitted = Callable[[asyncio.StreamReader, asyncio.StreamWriter, wire.Message], Awaitable[None]]
-
-
-class _Stranger:
-    """A connection that has not proved anything yet."""
-
-    __slots__ = ("deadline", "expected", "got", "socket")
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self.socket = connection
-        self.deadline = deadline
-        self.got = b""  # received of the message that it is sending
-        self.expected: bytes | None = None  # its proof, once the server has answered its hello
-
-    @property
-    def wanted(self) -> int:
-        """The bytes that are missing of its message. No more are read: what follows is not for the gate."""
-        whole = handshake.HELLO_BYTES if self.expected is None else handshake.PROOF_BYTES
-        return whole - len(self.got)
 
 
 class Gate:
@@ -56,117 +30,44 @@ class Gate:
         self._listener = listener
         self._token = token
         self._admitted = admitted
-        self._mode = tls.mode(settings)
         self._settings = settings
         self._context = None if settings is None else settings.server()
-        self._most = min(STRANGERS, descriptors.raise_limit() // SHARE)
-        self._strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
         self._upgrades = asyncio.Semaphore(UPGRADES)
         self._tasks: set[asyncio.Task[None]] = set()  # of peers; the event loop itself keeps none alive
 
     async def __aenter__(self) -> Gate:
         self._loop = asyncio.get_running_loop()
-        self._poll = select.epoll()  # for all strangers together: asyncio's own entry for a socket is larger than ours
-        self._listener.setblocking(False)
+        mode = tls.mode(self._settings)
+        self.door = Door(self._listener, token=self._token, mode=mode, let_in=self._let_in, clock=self._loop.time)
         self._loop.add_reader(self._listener.fileno(), self._accept)
-        self._loop.add_reader(self._poll.fileno(), self._hear)
-        self._timer = self._loop.call_later(wire.HANDSHAKE_SECONDS, self._sweep)
+        self._loop.add_reader(self.door.poll.fileno(), self.door.hear)
+        self._sweep()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._listener.fileno())
-        self._loop.remove_reader(self._poll.fileno())
-        for number in list(self._strangers):
-            self._drop(number)
-        self._poll.close()
+        self._loop.remove_reader(self.door.poll.fileno())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._listener.close()
-
-    # --- strangers -------------------------------------------------------------------------------
+        self.door.close()
 
     def _accept(self) -> None:
-        """Accept what waits, at most ``BATCH``. If there are too many strangers, drop the oldest ones."""
-        for _ in range(BATCH):
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as e:
-                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._make_room()
-                return
-            connection.setblocking(False)
-            if len(self._strangers) >= self._most:
-                self._drop(next(iter(self._strangers)))
-            deadline = self._loop.time() + wire.HANDSHAKE_SECONDS
-            self._strangers[connection.fileno()] = _Stranger(connection, deadline)
-            self._poll.register(connection, select.EPOLLIN)
-
-    def _make_room(self) -> None:
-        """Give the oldest stranger's descriptor back; without strangers, stop accepting for a moment."""
-        if self._strangers:
-            self._drop(next(iter(self._strangers)))
-            return
-        self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_later(REST_SECONDS, self._accept_again)
+        if not self.door.accept():
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(REST_SECONDS, self._accept_again)
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:  # else closed meanwhile
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _hear(self) -> None:
-        for number, _ in self._poll.poll(0, BATCH):
-            stranger = self._strangers[number]
-            try:
-                data = stranger.socket.recv(stranger.wanted)
-            except BlockingIOError:
-                continue
-            except OSError:
-                data = b""
-            if not data or not self._take(stranger, data):
-                self._drop(number)
-
-    def _take(self, stranger: _Stranger, data: bytes) -> bool:
-        """Take in what a stranger has sent. Returns whether it may go on; if it has proved itself, it has gone on."""
-        stranger.got += data
-        if stranger.wanted:
-            return True
-        got, stranger.got = stranger.got, b""
-        if stranger.expected is not None:
-            if handshake.proves(got, stranger.expected):
-                self._let_in(stranger.socket)
-                return True
-            return False
-        said, stranger.expected = handshake.answer(self._token, self._mode, got, handshake.new_nonce())
-        try:
-            whole = stranger.socket.send(said) == len(said)  # it is the first that is sent: it fits
-        except OSError:
-            return False
-        return whole and stranger.expected is not None
-
     def _sweep(self) -> None:
-        """Drop strangers whose time is up. The oldest come first."""
-        now = self._loop.time()
-        for number, stranger in list(self._strangers.items()):
-            if stranger.deadline > now:
-                break
-            self._drop(number)
-        self._timer = self._loop.call_later(wire.HANDSHAKE_SECONDS / 4, self._sweep)
-
-    def _forget(self, number: int) -> socket.socket:
-        self._poll.unregister(number)
-        return self._strangers.pop(number).socket
-
-    def _drop(self, number: int) -> None:
-        self._forget(number).close()
+        self._timer = self._loop.call_later(self.door.sweep(), self._sweep)
 
     # --- peers -----------------------------------------------------------------------------------
 
     def _let_in(self, connection: socket.socket) -> None:
-        self._forget(connection.fileno())
         task = self._loop.create_task(self._serve(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

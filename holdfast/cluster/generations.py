@@ -5,28 +5,24 @@ It is a state machine. Calls change its state, and messages to send go into the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.cluster import compose
-from holdfast.cluster.membership import (
-    GIVEN_UP,
-    Generation,
-    Judge,
-    Member,
-    Message,
-    Standing,
-    machine_of,
-    worker_order,
-)
-from holdfast.cluster.partition import KeptOut, Refusals, pairs_of, side_that_stays
-from holdfast.cluster.register import Peer, Register, Worker
+from holdfast.cluster.announce import announce
+from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Member, Message, Standing, machine_of
+from holdfast.cluster.muster import Muster, Worker
+from holdfast.cluster.partition import LONGEST_SECONDS, KeptOut, Refusals, pairs_of, side_that_stays
+from holdfast.cluster.quorum.records import Decided
+from holdfast.cluster.register import Register
+from holdfast.cluster.watch import Watch
 
 TRIES = 20  # generations of the same workers that may fail in a row, if they also take longer than the patience
-REPORT_SECONDS = 1.0  # for workers of other machines that train already: they try to connect 20 times a second
+REPORT_SECONDS = 1.0  # for other machines whose workers train already: they try to connect 20 times a second
 LAST_WORDS_SECONDS = 1.0  # wait before a run without workers is over: the error that ended them may still arrive
-FINISHED: Message = {"type": "stop", "code": 0, "message": "the run is finished"}
+FINISHED = "the run is finished"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +31,21 @@ class RosterSettings:
 
     minimum_hosts: int = 1  # agents that the run needs to begin and to go on
     maximum_hosts: int = 1  # agents that may take part; more are refused
-    heartbeat_timeout: float = 5.0  # seconds of silence after which a peer counts as lost
+    first_hosts: int = 0  # agents of the first round of a script without a ``Run``; 0: the minimum
+    heartbeat_timeout: float = 5.0  # seconds of silence after which a machine or a worker counts as lost
     patience: float = 30.0  # seconds to wait for missing hosts
     first_host: int = 0  # more than 0 after a restart of the coordinator: a number is never given twice
     step_timeout: str = "auto"  # how long a worker may show no sign of progress: see ``stuck.StepTimeout``
     master_port: int = 0  # a port that was free on the coordinator's machine: MASTER_PORT of all scripts
     run: str = ""  # random; this start of the run, the same for all coordinators that its first agent starts
     life: str = ""  # random; this coordinator process
+    head: str = ""  # random; the agent beside the coordinator, for which the first number is kept. Empty: for nobody
+    newest: int = 0  # the number of the newest generation that etcd knows: folders refuse those with lower numbers
+    recalls: bool = False  # a coordinator begins with what those before it knew, which etcd keeps
 
 
 class Generations:
-    """Forms one generation after the other from the workers in the register, by the rules in ``compose``.
+    """Forms one generation after the other from the workers in the muster, by the rules in ``compose``.
 
     ``judge`` decides whether survivors can carry the run on: this class knows nothing of the state they hold.
     ``now``: the time in seconds, of any clock that never goes back.
@@ -53,41 +53,57 @@ class Generations:
 
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         self.settings = settings
-        self.generation: Generation | None = None
         self.run = settings.run  # the run that generations are formed for; another one if this one is taken over
         self.stopped = False  # the run is over: nothing is decided any more
-        self.absent: dict[str, float] = {}  # members without a connection that may come back, and since when
+        self.absent: dict[int, float] = {}  # machines of members without a connection, and since when
+        self._hung_up: set[int] = set()  # those of them whose connection to this coordinator has closed
         self._register = Register()
-        self.hosts, self.workers = self._register.hosts, self._register.workers
+        self._muster = Muster()
+        self.hosts, self.workers = self._register.hosts, self._muster.workers
         self._judge = judge
         self._born = self._now = now
+        self._watch = Watch(timeout=settings.heartbeat_timeout, patience=settings.patience, now=now)
         self._begun = False  # a generation has formed, perhaps before a restart of the coordinator
         self._finishing = False  # some worker's script is over
+        self._over = 0  # the newest generation in which that was, as far as known
         self._committed = False  # some worker has committed an operation
         self._breaking = False  # the generation is over, and its members are being called back
-        self._called: set[str] = set()  # members that were told so
-        self._invited: set[str] = set()  # members that were told that somebody waits to join
-        self._announced = 0  # the newest generation that this coordinator process has formed
+        self._uncalled: set[int] = set()  # machines of members that were not told so
+        self._uninvited: set[int] = set()  # machines of members that were not told that somebody waits to join
+        self.announced = 0  # the newest generation that this coordinator process has formed
+        self._newest = settings.newest  # the highest number of this run's generations that was heard of
         self._recovered = 0  # the newest generation that has committed something
         self._last_words: tuple[float, str] | None = None  # when the run will end, and why
         self._lost: list[tuple[str, float]] = []  # members lost since the last recovery, and when
+        self._gone: set[str] = set()  # members of the present generation that were lost, or sent away, or are done
         self._kept_out = KeptOut()
         self._refusals = Refusals()
         self._in_vain = 0  # generations of the same workers in a row that have committed nothing
         self._in_vain_since = now
-        self._given_up: set[str] = set()  # lost with their host, as far as known: their processes may be hung
+        self._has_checkpoints = False  # a worker has said that the run has a folder of checkpoints
+        self.joined: set[str] = set()  # workers that came after the begin, as far as this coordinator knows
+
+    @property
+    def generation(self) -> Generation | None:
+        """The present generation."""
+        return self._muster.generation
 
     @property
     def members(self) -> list[str]:
         """The workers of the present generation, dead or alive."""
-        return self.generation.workers if self.generation is not None else []
+        return self._muster.members
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the generation has broken, or the one that follows a loss has committed nothing yet."""
+        return self._breaking or bool(self._lost)
 
     def show_standing(self, worker: Worker, standing: Standing, generation: str) -> None:
         """Take in a worker's standing. ``generation``: the name of the newest one that it was in."""
-        if self.generation is not None and worker.name in self.members:
+        if self.generation is not None and self._muster.is_member(worker.name):
             # A member that has never entered the current generation breaks it for the others.
-            self._breaking = self._breaking or generation != self.generation.name
-        worker.standing = standing
+            self._breaking = self._breaking or generation != self.generation.name or standing.broken
+        self._muster.show(worker, standing)
         self.advance()
 
     def advance(self) -> None:
@@ -96,41 +112,78 @@ class Generations:
         It is called after every change. A generation ends for one of two reasons: it breaks, or all members stop at a
         boundary. Either way each member shows its standing, and once all present members have, the next one forms.
         """
-        if self.stopped or self.absent or self._last_words is not None:
+        if self.stopped or self._last_words is not None or self._waits_for_absent():
             return
         if self.generation is None:
             self._try_first()
             return
-        present = [name for name in self.members if name in self.workers]
-        standings = {n: s for n in present if (s := self.workers[n].standing) is not None}
-        self._breaking = self._breaking or any(s.broken for s in standings.values())
         if self._breaking:
-            self._call_back(name for name in present if name not in standings)
-        if len(standings) == len(present) and (standings or self._breaking):
-            self._regroup(standings)
-        elif not standings:
+            self._call_back()
+        if self._muster.all_have_shown and (self._muster.standings or self._breaking):
+            self._regroup({name: s for name in self.members if (s := self._muster.standings.get(name)) is not None})
+        elif not self._muster.standings:
             self._invite()
 
-    def _call_back(self, names: Iterable[str]) -> None:
-        """Tell members, each once, that their generation is over."""
+    def _waits_for_absent(self) -> bool:
+        """Whether machines of members have no connection at the moment, and may come back.
+
+        One whose connection has closed, while others say that the generation is broken, is lost: its workers have no
+        connection either. A coordinator that slept cannot tell.
+        """
+        if self._breaking and not self._watch.is_dazed(self._now):
+            for machine in sorted(self._hung_up & self.absent.keys()):
+                self._machine_gone(machine, "connection lost")
+        return bool(self.absent)
+
+    def _machine_gone(self, machine: int, cause: str) -> None:
+        """Count the workers of a machine without a connection as lost."""
+        self.absent.pop(machine, None)
+        self._hung_up.discard(machine)
+        for name in self._muster.members_on(machine):
+            self._strike_out(name, cause)
+
+    def _strike_out(self, name: str, cause: str) -> None:
+        """Note that a worker is lost. If it was a member, its generation is over."""
+        if name in self._gone:
+            return
+        member = self._muster.is_member(name)
+        self._muster.remove(name)
+        self._register.log("failure", worker=name, cause=cause, member=member)
+        if member:
+            self._gone.add(name)
+            self._breaking = True
+            machine = machine_of(name)
+            if self._gone.issuperset(self._muster.members_on(machine)):
+                self._uncalled.discard(machine)  # nobody is left there to be called
+            if not self._finishing and name not in dict(self._lost):
+                self._lost.append((name, self._now))
+
+    def _call_back(self) -> None:
+        """Tell the machines of members, each once, that their generation is over."""
         assert self.generation is not None
-        calling = [name for name in names if name not in self._called]
-        self._called.update(calling)
-        message = {"type": "regroup", "number": self.generation.number}
-        self._register.send_all([self.workers[name] for name in calling], message)
+        self._tell_once({"type": "regroup", "number": self.generation.number}, self._uncalled)
+
+    def _tell_once(self, message: Message, machines: set[int]) -> None:
+        """Send a message to those of these machines that are connected, and take them out of the set."""
+        telling = sorted(machines & self.hosts.keys())
+        machines.difference_update(telling)
+        self._register.send_all([self.hosts[number] for number in telling], message)
 
     def _waiting(self) -> list[str]:
         """Return the workers that wait to join."""
         out = self._kept_out.now(self._now)
-        waiting = [w for w in self.workers.values() if w.fresh and w.standing is not None]
-        return [w.name for w in waiting if w.name not in self.members and machine_of(w.name) not in out]
+        return [worker.name for worker in self._muster.waiting if worker.machine not in out]
 
     def _target(self) -> int:
         """Return the number of workers that the run should have."""
-        return sum(host.slots for host in self.hosts.values())
+        return self._register.slots
 
     def _try_first(self) -> None:
         """Form the first generation, of a run or after a restart of the coordinator, if everybody is there."""
+        out = self._kept_out.now(self._now)
+        expected = sum(self._slots().values()) if out else self._register.slots
+        if self._muster.waiting_count < expected:
+            return  # a quick look, because it is asked for each worker that comes
         names = self._waiting()
         readiness = self._readiness(names)
         if not readiness.ready or self._now < self.first_look:
@@ -146,12 +199,17 @@ class Generations:
         return {number: host.slots for number, host in self.hosts.items() if host.slots and number not in out}
 
     @property
+    def _is_restarted(self) -> bool:
+        """Whether this coordinator has taken the place of another one."""
+        return self.settings.first_host > 0
+
+    @property
     def first_look(self) -> float:
         """The time before which no first generation is formed, because workers that hold the state may still report.
 
         They do if the coordinator was restarted, and perhaps if the whole first agent was, which does not know it.
         """
-        restarted = self._begun or self.settings.first_host > 0
+        restarted = self._begun or (self._is_restarted and not self.settings.recalls)
         others = len(self.hosts) < self.settings.maximum_hosts
         wait = self.settings.heartbeat_timeout if restarted else REPORT_SECONDS if others else 0.0
         return self._born + wait
@@ -164,7 +222,7 @@ class Generations:
         """Announce a generation of fresh workers; those beyond their host's slots wait to join."""
         chosen = compose.first_members(waiting=names, slots=self._slots())
         for name in names:
-            self.workers[name].fresh = True
+            self._muster.refresh(name)
         self._announce(chosen, reason)
 
     def _begin_again(self, names: Iterable[str], lost: str, what: str = "the model") -> None:
@@ -182,19 +240,23 @@ class Generations:
             self._begin(names, f"{lost}: begin again from the last checkpoint")
 
     def _resumable(self) -> bool:
-        """Whether a checkpoint may have the state, as past members or waiting workers say."""
+        """Whether a checkpoint may have the state, as past members or waiting workers say, or have once said."""
         known = {} if self.generation is None else self.generation.standings
         shown = {name: w.standing for name, w in self.workers.items() if w.standing is not None}
-        return self._judge(known | shown, trained=False).resumable
+        self._has_checkpoints = self._has_checkpoints or self._judge(known | shown, trained=False).resumable
+        return self._has_checkpoints
+
+    @property
+    def decided(self) -> Decided:
+        """The present generation, and what the next coordinator has to know beside it."""
+        assert self.generation is not None
+        return Decided(generation=self.generation, resumable=self._resumable())
 
     def _invite(self) -> None:
         """Ask the members, each once, to stop at their next boundary, if somebody waits to join and there is room."""
         assert self.generation is not None
-        if self._waiting() and len(self.members) < self._target() and not self._finishing:
-            names = [name for name in self.members if name in self.workers and name not in self._invited]
-            self._invited.update(names)
-            message = {"type": "pause", "number": self.generation.number}
-            self._register.send_all([self.workers[name] for name in names], message)
+        if self._uninvited and not self._finishing and self._waiting() and len(self.members) < self._target():
+            self._tell_once({"type": "pause", "number": self.generation.number}, self._uninvited)
 
     def _regroup(self, standings: dict[str, Standing]) -> None:
         """Go on with the survivors if they hold the state or can compute it; else begin again, or end."""
@@ -214,7 +276,7 @@ class Generations:
             return
         if self._finishing and not judgement.whole:  # all have voted for the end, so nothing is left to do
             for name in standings:
-                self._dismiss(name, FINISHED)
+                self._dismiss(name, 0, FINISHED)
             return
         self._compose(standings)
 
@@ -235,21 +297,24 @@ class Generations:
 
     def _keep_out(self, names: Iterable[str]) -> None:
         """Send workers away whose machines others cannot reach. Their agents start new ones, which wait."""
-        for machine in sorted({machine_of(name) for name in names}):
-            seconds = self._kept_out.add(machine, self._now)
+        out = {machine_of(name) for name in names}
+        few = len(self.hosts.keys() - self._kept_out.doubted - out) < self.settings.minimum_hosts
+        for machine in sorted(out):
+            # If the run would end for want of it, it is tried again before that.
+            most = self.settings.patience / 2 if few else LONGEST_SECONDS
+            seconds = self._kept_out.add(machine, self._now, most)
             self._register.log("partition", host=machine, seconds=seconds)
             text = f"holdfast: other hosts cannot reach host {machine}: it is kept out for {seconds:g} s"
             self._register.send_all(self.hosts.values(), {"type": "say", "text": text})
         for name in names:
-            message = f"worker {name} was given up: other workers cannot reach its machine"
-            self._dismiss(name, {"type": "stop", "code": GIVEN_UP, "message": message})
+            self._dismiss(name, GIVEN_UP, f"worker {name} was given up: other workers cannot reach its machine")
 
     def _compose(self, standings: dict[str, Standing]) -> None:
         """Announce the next generation from survivors and joiners, and let leavers go."""
         waiting = [] if self._finishing else self._waiting()
         made = compose.compose(standings=standings, waiting=waiting, target=self._target(), judge=self._judge)
         for name in made.dismissed:
-            self._dismiss(name, {"type": "stop", "code": 0, "message": "left as asked"})
+            self._dismiss(name, 0, "left as asked")
         if made.members:
             self._announce(made.members, made.reason)
         elif standings:
@@ -265,44 +330,61 @@ class Generations:
         """
         code = GIVEN_UP if self._resumable() else 3
         for name in standings:
-            message = f"worker {name} starts again from the last checkpoint: a part of the state is lost"
-            self._dismiss(name, {"type": "stop", "code": code, "message": message})
+            text = f"worker {name} starts again from the last checkpoint: a part of the state is lost"
+            self._dismiss(name, code, text)
 
     def _announce(self, names: Iterable[str], reason: str) -> None:
-        """Form the next generation of these workers, by rank, and tell all members and hosts."""
-        number = 1 if self.generation is None else self.generation.number + 1
+        """Form the next generation of these workers, by rank, and tell all machines."""
+        number = 1 + max(self._newest, 0 if self.generation is None else self.generation.number)
         names = list(names)
         if self._is_in_vain(names):
             text = f"{', '.join(names)} could not work together {self._in_vain} times in a row"
             self.stop(3, f"{text} (events.jsonl says under 'broken' why)")
             return
-        members = []
+        before = self.generation
+        members = tuple(self._member(self.workers[name]) for name in names)
+        generation = Generation(number=number, members=members, reason=reason, run=self.run, life=self.settings.life)
         for name in names:
-            worker = self.workers[name]
-            assert worker.standing is not None
-            members.append(
-                Member(
-                    worker=name,
-                    address=worker.address,
-                    standing=worker.standing,
-                    host=worker.host,
-                    incarnation=worker.incarnation,
-                )
-            )
-            worker.standing, worker.fresh = None, False
-        self.generation = Generation(
-            number=number, members=tuple(members), reason=reason, run=self.run, life=self.settings.life
-        )
+            self.workers[name].standing, self.workers[name].doing, self.workers[name].fresh = None, None, False
+        self._muster.begin(generation)
         self._breaking = False
-        self._announced = number
-        self._called.clear()
-        self._invited.clear()
+        newcomers = {member.worker for member in members if member.standing.operation is None}
+        self.joined |= newcomers if len(newcomers) < len(members) else set()
+        self.announced = number
+        self._gone.clear()
+        self._nobody_was_told()
         self._begun = True
-        peers: list[Peer] = [*(self.workers[name] for name in self.members), *self.hosts.values()]
-        self._register.send_all(peers, {"type": "generation", "generation": self.generation.to_json()})
+        self._tell(generation, before)
         hosts = [member.host for member in members]
         self._register.log("generation", number=number, workers=self.members, hosts=hosts, reason=reason)
-        self.kill_given_up()
+
+    def _nobody_was_told(self) -> None:
+        """Note that the members of a new generation were told nothing yet."""
+        self._uncalled = {machine_of(name) for name in self.members}
+        self._uninvited = {*self._uncalled}
+
+    def _member(self, worker: Worker) -> Member:
+        assert worker.standing is not None
+        # Whom each could not reach is for this class alone. It would make the standing of each another one.
+        standing = dataclasses.replace(worker.standing, unreached=(), refused=())
+        return Member(
+            worker=worker.name,
+            address=worker.address,
+            port=worker.port,
+            standing=standing,
+            host=worker.host,
+            incarnation=worker.incarnation,
+        )
+
+    def _tell(self, generation: Generation, before: Generation | None) -> None:
+        """Tell all machines of a generation: those who know the one before hear what has changed, others everything."""
+        knowing = [host for host in self.hosts.values() if before is not None and host.told == before.name]
+        others = [host for host in self.hosts.values() if before is None or host.told != before.name]
+        for hosts, base in ((knowing, before), (others, None)):
+            if hosts:
+                self._register.send_all(hosts, announce(generation, base))
+        for host in self.hosts.values():
+            host.told = generation.name
 
     def _is_in_vain(self, names: list[str]) -> bool:
         """Whether the same workers have failed for long, without a loss and without one commit: it is no use."""
@@ -310,23 +392,6 @@ class Generations:
         self._in_vain = self._in_vain + 1 if again else 0
         self._in_vain_since = self._in_vain_since if again else self._now
         return self._in_vain >= TRIES and self._now - self._in_vain_since >= self.settings.patience
-
-    def kill_given_up(self) -> None:
-        """Have processes killed that were given up with their host, once it is back and nobody needs them.
-
-        A hung one would never end. One that lives may hold the only copy of a layer while no other generation forms.
-        """
-        for name in sorted(self._given_up - {*self.members}, key=worker_order):
-            host = self.hosts.get(machine_of(name))
-            if host is not None:
-                self._given_up.discard(name)
-                self._register.send(host.connection, {"type": "kill", "worker": name})
-
-    def share(self, sender: str, message: Message) -> None:
-        """Pass an address on to the other members of the generation that is forming."""
-        if self.generation is not None and message["generation"] == self.generation.name:
-            others = [self.workers[name] for name in self.members if name != sender and name in self.workers]
-            self._register.send_all(others, message)
 
     def progressed(self, generation: str, operation: int) -> None:
         """Take in the first commit of a generation: recovery is over, and replacements may start."""
@@ -347,24 +412,38 @@ class Generations:
         self._register.send_all(self.hosts.values(), {"type": "recovered"})
         self.advance()  # invites workers that wait to join, spares above all
 
-    def _dismiss(self, name: str, message: Message) -> None:
+    def _dismiss(self, name: str, code: int, text: str, *, refused: bool = False) -> None:
         """Send a worker away. Messages that it still sends are ignored."""
-        worker = self.workers[name]
-        self._register.send(worker.connection, message)
-        self._register.remove(worker)
+        host = self.hosts.get(machine_of(name))
+        if host is not None:
+            told = {"type": "dismiss", "worker": name, "code": code, "message": text, "refused": refused}
+            self._register.send(host.connection, told)
+        self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        """Forget a worker that is not needed any more: its end is no loss."""
+        self._gone.add(name)
+        self._muster.remove(name)
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Note that a worker's script is over. All have committed its last step, so no new workers are needed."""
+    def finish(self, over: int = 0) -> None:
+        """Note that a worker's script is over. All have committed its last step, so no new workers are needed.
+
+        ``over``: the generation in which that was. Members of older ones had been given up before: nobody waits for
+        them, and what they would train is trained.
+        """
+        self._over = max(self._over, over)
+        if self.generation is not None and self.generation.number < self._over:
+            for name in [name for name, worker in self.workers.items() if not worker.fresh]:
+                self._dismiss(name, 0, FINISHED)
         if self._finishing:
             return
         self._finishing = True
         self._register.log("finished")
         self._register.send_all(self.hosts.values(), {"type": "finishing", "members": self.members})
-        for name, worker in self.workers.items():
-            if name not in self.members:
-                self._register.send(worker.connection, FINISHED)
+        for name in [name for name in self.workers if not self._muster.is_member(name)]:
+            self._dismiss(name, 0, FINISHED)
 
     def stop(self, code: int, message: str) -> None:
         """End the run: tell everybody the exit code and the reason."""

@@ -22,7 +22,8 @@ def seconds_of(number: int, environment: Mapping[str, str], now: float) -> float
     """Return the grace after a signal, in seconds, as far as the scheduler's environment tells.
 
     ``now``: the time of day, in seconds since 1970. SIGUSR1 and SIGUSR2 are what SLURM's ``--signal`` sends some time
-    before the end of the job, and SLURM_JOB_END_TIME says when that is. SIGTERM comes at the end, or out of turn.
+    before the end of the job, and SLURM_JOB_END_TIME says when that is. SIGTERM comes at the end, or out of turn;
+    HOLDFAST_SIGTERM_GRACE is what ``slurm.notice_of`` has found.
 
     >>> seconds_of(signal.SIGUSR1, {"SLURM_JOB_END_TIME": "1120"}, now=1000.0)
     120.0
@@ -32,7 +33,8 @@ def seconds_of(number: int, environment: Mapping[str, str], now: float) -> float
     end = environment.get("SLURM_JOB_END_TIME", "")
     if number in (signal.SIGUSR1, signal.SIGUSR2) and end.isdigit() and 0 < int(end) - now <= LONGEST_NOTICE:
         return int(end) - now
-    return DEFAULT_SECONDS
+    wait = environment.get("HOLDFAST_SIGTERM_GRACE", "")
+    return float(wait) if number == signal.SIGTERM and wait.isdigit() else DEFAULT_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Departure:
     seconds: float  # from the notice to the end of the grace
     begin: float  # time of the notice
     begun: bool  # training had begun: there is something to lose
+    has_run: bool = True  # the script has a ``Run``, as far as known; else the signal is passed on to it
     _saving: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by worker: step, bytes done, all bytes
     _saved: int | None = None  # step of the last checkpoint
     _unsaved: Message | None = None  # report of a last checkpoint that was not to be
@@ -69,6 +72,11 @@ class Departure:
     def name(self) -> str:
         """The name of the signal."""
         return signal.Signals(self.signal).name
+
+    @property
+    def plan(self) -> str:
+        """What the workers are asked to do."""
+        return "leaving at the next step boundary" if self.has_run else "passed on to the workers: none has made a Run"
 
     @property
     def deadline(self) -> float:
@@ -100,6 +108,8 @@ class Departure:
     def _doing(self) -> str:
         if self._saved:
             return f"step {self._saved} is saved; ending"
+        if not self.has_run:
+            return "waiting for the script to end"
         waiting = "on the way to a step boundary" if self.begun else "training has not begun yet"
         return self._written("saving step {step}: {percent} %") or waiting
 
@@ -121,6 +131,8 @@ class Departure:
             step, reason, wanted = self._unsaved["step"], self._unsaved["reason"], self._unsaved["wanted"]
             text = f"left; nothing is saved of the {step} steps that were trained: {reason}"
             return Outcome(code=NOT_SAVED if wanted else code, text=text, is_loss=wanted)
+        if not self.has_run:
+            return Outcome(code=code, text="left; no worker has made a Run, so saving was left to the script")
         if not self.begun:
             return Outcome(code=code, text="left before training began: there was nothing to save")
         if self._left and not late and self._left <= self._idle:

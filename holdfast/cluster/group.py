@@ -1,80 +1,69 @@
-"""The process group of one generation: point-to-point exchange that can be aborted from any thread.
+"""The workers of one generation, as they talk to each other: point-to-point exchange that any thread can abort.
 
-A group is made for one generation, and thrown away with it. A worker that gives up a generation shuts down the group's
-sockets. That frees this worker, and every peer that is blocked on it, within milliseconds, even if the peer is hung or
-its host has vanished. (Gloo's own ``abort`` frees nobody; NCCL's does, which is untested here.)
+A group is made for one generation, and thrown away with it. A worker that gives up a generation closes its connections.
+That frees this worker, and every peer that is blocked on it, within milliseconds, even if the peer is hung or its host
+has vanished.
 
-Nobody ever waits for a *send*. Gloo forgets a send whose socket breaks while it is being written, and a wait for it
-never ends. (Gloo's collectives wait for sends inside, so they are not used.) Waiting is not needed either: a vote that
-succeeds proves that everything sent before it has arrived. Gloo may forget receives too: ``waiter`` deals with that.
+Nobody ever waits for a *send*. Waiting is not needed: a vote that succeeds proves that everything sent before it has
+arrived.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from holdfast.cluster import membership, reach, silence, tags
-from holdfast.cluster.gloo_sockets import Doorkeeper, peer_address, shut_down
+from holdfast.cluster import membership, tags, talk
+from holdfast.cluster.butterfly import Meet
 from holdfast.cluster.membership import Generation
 from holdfast.cluster.pulse import PULSE
-from holdfast.cluster.waiter import wait_for
+from holdfast.cluster.talk import Shared, Transfer, add_up, in_rounds
+from holdfast.cluster.team import ALONE, Team
 from holdfast.errors import Broken
 
-CONNECT = timedelta(seconds=60)  # Gloo gives up by itself after this, which ends the thread of an abandoned attempt
-CALL_SECONDS = 1.0  # between two looks for calls that nobody answers: a living machine answers much sooner
-LOOK_SECONDS = 0.02  # between two looks whether a generation has ended while it forms
 
-Transfer = tuple[int, torch.Tensor, int]  # (peer, tensor, tag)
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Any:
+        """Wait for its end. Raises ``RuntimeError`` if it has failed; it must, once the backend is aborted."""
 
 
-class _Rendezvous(dist.Store):  # type: ignore[name-defined]
-    """A generation's store with the interface that c10d expects: these three methods are all it calls.
+class Backend(Protocol):
+    """The connections of a group: ``links.member_links.Links``, or c10d's process group for NCCL."""
 
-    ``door``: adds the addresses of Gloo's sockets to what Gloo puts into the store; None for NCCL.
-    """
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        """Post a send; return what keeps its memory alive. Raises ``RuntimeError``."""
 
-    def __init__(self, store: membership.Store, door: Doorkeeper | None = None) -> None:
-        super().__init__()
-        self._store = store
-        self._door = door
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        """Post a receive. Raises ``RuntimeError``."""
+        ...
 
-    def set(self, key: str, value: bytes) -> None:
-        self._store.put(key, bytes(value) if self._door is None else self._door.tell(bytes(value)))
-
-    def get(self, key: str) -> bytes:
-        value = self._store.take(key)
-        return value if self._door is None else self._door.hear(value)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self._store.take(key)
+    def abort(self) -> None:
+        """End all transfers."""
 
 
 class Group:
     """The connections of this worker to the others of one generation.
 
-    ``backend``: the c10d process group; None for a group of one.
+    ``backend``: None for a group of one. ``team``: where workers are teams, this rank's mates; the group then has the
+    same rank of each team.
     """
 
-    def __init__(self, generation: Generation, rank: int, backend: Any = None) -> None:
+    def __init__(self, generation: Generation, rank: int, backend: Any = None, *, team: Team = ALONE) -> None:
         self.generation = generation
         self.rank = rank
+        self.team = team
         self.size = len(generation.members)
         self._backend = backend
-        self._sockets: dict[int, str] = {}  # descriptors and inodes of the connections to peers
         self.bytes = 0  # bytes that this worker has sent
+        self.messages = 0  # messages that this worker has sent
         self._sent: list[Any] = []  # sends, whose tensors are kept alive until a vote proves that they have arrived
         self._broken: str | None = None  # the reason why the group was aborted
-        self.unreached: tuple[str, ...] = ()  # members whose machines have vanished, as far as this worker can tell
-        self._watch: threading.Event | None = None  # ends the look for vanished machines when it is set
 
     # --- communication ---------------------------------------------------------------------------
 
@@ -82,7 +71,25 @@ class Group:
         """Raise ``Broken`` if the generation is over. It is cheap: call it between pieces of work."""
         PULSE.sign()
         if self._broken is not None:
-            raise Broken(self._broken, unreached=self.unreached)
+            raise self._error()
+
+    def gate(self) -> None:
+        """Do what ``check`` does, and raise ``Broken`` on all ranks of a team at the same gate."""
+        with self.team.together("a gate"):
+            self.check()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of all that train."""
+        return self.rank == 0 and self.team.leads
+
+    def _error(self) -> Broken:
+        return Broken(self._broken or "", unreached=self.unreached, refused=getattr(self._backend, "refused", ()))
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Members whose machines have vanished, as far as this worker can tell."""
+        return getattr(self._backend, "unreached", ())
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
         """Post transfers; return the receives, for ``finish``. Raises ``Broken``.
@@ -97,7 +104,7 @@ class Group:
                     works.append(self._backend.recv([tensor], peer, tag))
                 for peer, tensor, tag in sends:
                     self._sent.append(self._backend.send([tensor], peer, tag))
-                    self.bytes += tensor.nbytes
+                    self._count(tensor)
         except RuntimeError as e:
             broken = self._give_up(e)
             self.drain(works)
@@ -115,10 +122,14 @@ class Group:
             with self._together():
                 for peer, tensor, tag in sends:
                     works.append(self._backend.send([tensor], peer, tag))
-                    self.bytes += tensor.nbytes
+                    self._count(tensor)
         except RuntimeError as e:
             raise self._give_up(e) from e
         return works
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        self.bytes += tensor.nbytes
+        self.messages += 1
 
     def keep(self, works: Sequence[Any]) -> None:
         """Keep these sends alive until the next vote, as ``start`` does."""
@@ -126,8 +137,11 @@ class Group:
 
     def drain(self, receives: Sequence[Any]) -> None:
         """Wait, after an abort, until none of these receives writes into its tensor any more."""
-        if receives:
-            wait_for(receives, failed=lambda error: None, over=lambda: True)
+        for work in receives:
+            try:
+                work.wait()
+            except RuntimeError:
+                pass
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -142,86 +156,94 @@ class Group:
     def finish(self, receives: Iterable[Any]) -> None:
         """Wait for posted receives. Raises ``Broken`` if one fails or the group is aborted.
 
-        All are waited for even if one fails, so that none writes into its tensor later.
+        All are waited for even if one fails, so that none writes into its tensor later. A generator may decide after
+        each receive what to wait for next.
         """
-        errors: list[Exception] = []
-
-        def failed(error: Exception) -> None:
-            errors.append(error)
-            self._give_up(error)  # at once: it makes the other receives fail too, instead of waiting in vain
-
-        if receives != []:
-            wait_for(receives, failed=failed, over=lambda: self._broken is not None)
-        if errors and not isinstance(errors[0], RuntimeError | Broken):
-            raise errors[0]  # an error of our own, not a lost peer
-        if errors:
-            raise Broken(self._broken or "") from errors[0]
+        failed: RuntimeError | None = None
+        with PULSE.at("wait"):
+            for work in receives:
+                try:
+                    work.wait()
+                except RuntimeError as e:
+                    failed = failed or e
+                    self._give_up(e)  # at once: it makes the other receives fail too, instead of waiting in vain
+        if failed is not None:
+            raise self._error() from failed
         self.check()
 
-    def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None) -> None:
+    def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None, *, tag: int = tags.SUM) -> None:
         """Add up everybody's values, or those of some ranks, in place. Raises ``Broken``.
 
-        The order of ranks is the order of addition, so the result is the same everywhere. Every worker hears from
-        every other: when it returns, all have come this far.
+        The result is the same everywhere. It has something of every worker: when it returns, all have come this far.
+        The order of addition depends on the number of workers. So where results must not, one worker has each number,
+        and the others have zeros.
         """
         everybody = sorted(range(self.size) if ranks is None else ranks)
+        if len(everybody) <= talk.DIRECT:
+            self._sum_directly(values, everybody, tag)
+            return
+
+        def take(heard: torch.Tensor, meet: Meet) -> None:
+            (values.copy_ if meet.is_result else values.add_)(heard)
+
+        in_rounds(
+            self,
+            everybody,
+            say=lambda meet: values.clone(),
+            room=lambda meet: torch.empty_like(values),
+            take=take,
+            tag=tag,
+        )
+
+    def _sum_directly(self, values: torch.Tensor, everybody: Sequence[int], tag: int) -> None:
+        """Tell everybody, and add in the order of ranks."""
         others = [rank for rank in everybody if rank != self.rank]
         mine = values.clone()
         heard = {rank: torch.empty_like(values) for rank in others}
-        receives = self.start(
-            [(rank, mine, tags.SUM) for rank in others], [(rank, heard[rank], tags.SUM) for rank in others]
-        )
+        receives = self.start([(rank, mine, tag) for rank in others], [(rank, heard[rank], tag) for rank in others])
         self.finish(receives)
         heard[self.rank] = mine
         values.copy_(heard[everybody[0]])
         for rank in everybody[1:]:
             values.add_(heard[rank])
 
-    def vote(self, ballot: torch.Tensor) -> None:
-        """Do a ``sum``, and free all sends posted before it.
+    def vote(self, ballot: torch.Tensor, shared: Shared | None = None) -> list[float]:
+        """Sum everybody's ballots, in place, and values of which each rank has some; free all sends posted before it.
 
-        Each worker votes after it has finished its receives. So a worker that has heard everybody's ballot knows that
-        all it had sent before has arrived. Raises ``Broken``.
+        Returns the sums of the ``shared`` values. Each worker votes after it has finished its receives. So a worker
+        that has heard everybody's ballot knows that all it had sent before has arrived. Raises ``Broken``.
         """
         before = len(self._sent)
-        self.sum(ballot)
+        if shared is None:
+            self.sum(ballot)
+        sums = [] if shared is None else add_up(self, shared, ballot, tag=tags.SUM)
         del self._sent[:before]
+        return sums
+
+    def voted(self) -> None:
+        """Free all sends posted before a vote that this rank's team has seen succeed."""
+        self._sent.clear()
+
+    def gather(self) -> None:
+        """Wait until all members are in this group. Raises ``Broken`` if the generation ends before."""
+        self.sum(torch.zeros(1), tag=tags.GATHER)
 
     def _give_up(self, error: Exception) -> Broken:
         """Abort the group after an error of the backend; return the error to raise."""
-        self.abort(f"lost touch with a peer: {str(error).splitlines()[0][:200]}")
-        assert self._broken is not None
-        return Broken(self._broken)
+        self.abort(str(error).splitlines()[0][:200] if str(error) else "lost touch with a peer")
+        return self._error()
 
     # --- the end of a group ----------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """End the group, from any thread. Everyone who waits in it, here or on a peer, fails at once.
-
-        Shutting down a socket (not closing it) wakes up Gloo's threads on both ends, and leaves the descriptor to
-        Gloo, so that nobody else can get the same number meanwhile.
-        """
+        """End the group, from any thread. Everyone who waits in it, here or on a peer, fails at once."""
         if self._broken is None:
             self._broken = reason
-        if self._watch is not None:
-            self._watch.set()
-        for number, inode in self._sockets.items():
-            shut_down(number, inode)
-        if self._backend is not None and not self._sockets:
-            self._backend.abort()  # NCCL: untested here
-
-    def look_for_vanished(self) -> None:
-        """Abort the group once a peer's machine has vanished, in case no coordinator can tell (see ``silence``)."""
-        seconds = silence.seconds_allowed()
-
-        def vanished(numbers: Collection[int]) -> None:
-            self.unreached = _members_at(self.generation, {peer_address(number) for number in numbers})
-            self.abort(f"{' and '.join(self.unreached) or 'a peer'} cannot be reached for {seconds:g} s")
-
-        self._watch = silence.watch(list(self._sockets), seconds, vanished)
+        if self._backend is not None:
+            self._backend.abort()
 
     def close(self) -> None:
-        """End the group. Its memory is freed with the object, which takes Gloo ten milliseconds."""
+        """End the group."""
         self.abort("closed")
 
 
@@ -244,68 +266,3 @@ class _Aside(Group):
 def aside(group: Group) -> Group:
     """Return a group of one for a member of ``group``. Its ``check`` raises ``Broken`` when ``group`` is broken."""
     return _Aside(group)
-
-
-def form(generation: Generation, worker: str, store: membership.Store | None, device: torch.device) -> Group:
-    """Connect the members of a generation; return the group. Raises ``Broken`` if the generation ends meanwhile.
-
-    Connecting cannot be interrupted: if a peer has died, Gloo waits for its call. So a separate thread connects,
-    and is abandoned if the generation ends.
-    """
-    rank = generation.rank_of(worker)
-    if len(generation.members) == 1:
-        return Group(generation, rank)
-    assert store is not None
-    done = threading.Event()
-    result: list[Group | Exception] = []
-
-    def connect() -> None:
-        try:
-            result.append(_connect(generation, rank, store, device, door))
-        except Exception as e:  # whatever the backend raises, the generation cannot form
-            result.append(e)
-        done.set()
-
-    door = Doorkeeper(member.address for member in generation.members)
-    threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
-    calls = reach.Calls(seconds=silence.heartbeat())
-    next_look = time.monotonic() + CALL_SECONDS
-    with PULSE.at("wait"):
-        while not done.wait(LOOK_SECONDS):
-            if store.closed:
-                raise Broken("the generation ended while it formed")
-            if (now := time.monotonic()) >= next_look:
-                next_look = now + CALL_SECONDS
-                if silent := calls.look(door.unanswered(), now):
-                    unreached = _members_at(generation, silent)
-                    raise Broken(f"{' and '.join(unreached)} cannot be reached", unreached=unreached)
-    if isinstance(result[0], Group):
-        result[0].look_for_vanished()  # not in the thread: in an abandoned group nobody would end the look
-        return result[0]
-    refused = _members_at(generation, door.named_in(str(result[0])))
-    raise Broken(f"the generation could not form: {result[0]}", refused=refused)
-
-
-def _members_at(generation: Generation, addresses: Collection[str]) -> tuple[str, ...]:
-    """Return the members whose machines have these addresses."""
-    return tuple(member.worker for member in generation.members if member.address in addresses)
-
-
-def _connect(
-    generation: Generation, rank: int, store: membership.Store, device: torch.device, door: Doorkeeper
-) -> Group:
-    """Make the c10d process group, and find the sockets that it has opened, so that they can be shut down."""
-    size = len(generation.members)
-    if device.type == "cuda":  # untested here
-        nccl = dist.ProcessGroupNCCL(_Rendezvous(store), rank, size, dist.ProcessGroupNCCL.Options())
-        return Group(generation, rank, nccl)
-    address = generation.members[rank].address
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
-    options._timeout = CONNECT  # also that of a wait which is not given its own
-    try:
-        group = Group(generation, rank, dist.ProcessGroupGloo(_Rendezvous(store, door), rank, size, options))
-        group._sockets = door.formed()
-    finally:
-        door.close()
-    return group

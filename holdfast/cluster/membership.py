@@ -10,9 +10,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.cluster.group import Group
 
 Message = dict[str, Any]  # one JSON object, as workers, agents and the coordinator send it
+ENDING_SECONDS = 3600.0  # for a worker that is sent away to end: longer than it may wait for its last checkpoint
 GIVEN_UP = 75  # exit code of a worker that can no longer take part as it is; its agent starts a new one
 
 
@@ -54,6 +61,7 @@ class Standing:
     broken: bool = False  # the generation failed it
     unreached: tuple[str, ...] = ()  # members whose machines did not answer it in that generation
     refused: tuple[str, ...] = ()  # members whose machines refused it: they may only have given the generation up
+    ports: tuple[int, ...] = ()  # of a team: at which the same ranks of other teams reach each of its ranks
     payload: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,6 +106,7 @@ class Member:
 
     worker: str
     address: str
+    port: int = 0  # at which the other workers reach it
     standing: Standing = field(default_factory=Standing)
     host: str = ""
     incarnation: str = ""  # random; tells this process from another one of the same name
@@ -127,7 +136,14 @@ class Generation:
 
     def rank_of(self, worker: str) -> int:
         """Return the rank of a member. Raises ``ValueError`` for a worker that is none."""
-        return self.workers.index(worker)
+        if worker not in self._ranks:
+            raise ValueError(f"{worker} is no member of generation {self.name}")
+        return self._ranks[worker]
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """The rank of each member: looked up for all members at once, at the begin of a run."""
+        return {member.worker: rank for rank, member in enumerate(self.members)}
 
     @property
     def workers(self) -> list[str]:
@@ -142,26 +158,14 @@ class Generation:
     def to_json(self) -> dict[str, Any]:
         """Return the generation as JSON values, for ``from_json``."""
         members = [vars(member) | {"standing": member.standing.to_json()} for member in self.members]
-        return {**vars(self), "members": members}
+        facts = {"number": self.number, "reason": self.reason, "run": self.run, "life": self.life}
+        return {**facts, "members": members}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Generation:
         """Read what ``to_json`` gave. Raises ``KeyError`` or ``TypeError`` on anything else."""
         members = tuple(Member(**m | {"standing": Standing(**m["standing"])}) for m in data["members"])
         return Generation(**data | {"members": members})
-
-
-class Store(Protocol):
-    """A key-value store of one generation, in which its members leave their addresses for each other."""
-
-    closed: bool  # the generation is over: nothing will arrive any more
-
-    def put(self, key: str, value: bytes) -> None:
-        """Show a value to all members."""
-
-    def take(self, key: str) -> bytes:
-        """Wait for a value and return it. Raises ``Broken`` once the generation is over."""
-        ...
 
 
 class Membership(Protocol):
@@ -172,8 +176,8 @@ class Membership(Protocol):
     def regroup(self, standing: Standing) -> Generation:
         """Show a standing, wait for the next generation that includes this worker."""
 
-    def store(self, generation: Generation) -> Store:
-        """Return the store of that generation, empty at its begin."""
+    def connect(self, generation: Generation, device: torch.device) -> Group:
+        """Return the group of that generation. It does not wait: ``Group.gather`` does."""
 
     def on_break(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(generation number)`` from any thread once that generation is over."""
@@ -185,7 +189,7 @@ class Membership(Protocol):
         """Note what this worker is about to do, so that a disagreement can be noticed. Must cost nothing."""
 
     def formed(self) -> None:
-        """Note that the generation's group is connected: the store is no longer needed."""
+        """Note that all members have met: from here on they can do without the coordinator."""
 
     def progressed(self, generation: Generation, operation: int) -> None:
         """Tell that the first operation of a generation is committed: recovery is over."""
@@ -213,8 +217,10 @@ class Solo:
         reason = "one process, no agent"
         return Generation(number=self._number, members=(member,), reason=reason, run=self._run, life=self._run)
 
-    def store(self, generation: Generation) -> Store:
-        raise AssertionError("a generation of one needs no store")
+    def connect(self, generation: Generation, device: torch.device) -> Group:
+        from holdfast.cluster.group import Group  # imports this module, and torch
+
+        return Group(generation, 0)
 
     def on_break(self, callback: Callable[[int], None]) -> None: ...
 

@@ -113,15 +113,20 @@ class KeptOut:
     _until: dict[int, float] = field(default_factory=dict)
     _seconds: dict[int, float] = field(default_factory=dict)  # how long each was kept out the last time
 
-    def add(self, machine: int, now: float) -> float:
-        """Keep a machine out; return for how many seconds."""
-        seconds = min(2 * self._seconds.get(machine, FIRST_SECONDS / 2), LONGEST_SECONDS)
+    def add(self, machine: int, now: float, most: float = LONGEST_SECONDS) -> float:
+        """Keep a machine out; return for how many seconds, ``most`` at the most."""
+        seconds = min(2 * self._seconds.get(machine, FIRST_SECONDS / 2), most)
         self._seconds[machine], self._until[machine] = seconds, now + seconds
         return seconds
 
     def now(self, now: float) -> set[int]:
         """Return the machines that are kept out at the moment."""
         return {machine for machine, until in self._until.items() if now < until}
+
+    @property
+    def doubted(self) -> set[int]:
+        """The machines that were kept out, and have not worked with the others since."""
+        return {*self._seconds}
 
     def reached(self, machines: Collection[int]) -> None:
         """Note that these machines work together: the next time is a first time again."""

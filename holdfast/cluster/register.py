@@ -1,4 +1,4 @@
-"""The register of the roster: the connected peers, and an outbox of messages to them. It has no sockets."""
+"""The register of the roster: the connected machines, and an outbox of messages to them. It has no sockets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.cluster.labels import Label
-from holdfast.cluster.membership import Message, Standing
-from holdfast.cluster.pulse import Still
+from holdfast.cluster.membership import Message
 
 EVENTS = -1  # the recipient of lines for events.jsonl
 HANG_UP: Message = {"type": "hang-up"}  # asks the coordinator to close the connection; it is not sent itself
@@ -25,31 +23,13 @@ class Host:
     number: int
     agent: str  # random; tells this agent from another that says the same number
     slots: int  # workers that it will have
-    starting: dict[str, float] = field(default_factory=dict)  # its workers that have not connected, and their age
-
-
-@dataclass(kw_only=True)
-class Worker:
-    """A connected worker."""
-
-    connection: int  # number of its connection
-    heard: float  # time of its last message
-    name: str
-    address: str  # of its machine, for the other workers
-    incarnation: str  # random; tells its process from another of the same name
-    label: Label  # facts about the training that must be the same on all workers
-    host: str  # its failure domain
-    fresh: bool  # it has never been in a generation
-    standing: Standing | None = None  # None while it trains
-    doing: tuple[int, str] | None = None  # the number of its next operation, and what it is
-    still: Still | None = None  # for how long its training thread shows no sign of progress
-
-
-Peer = Host | Worker
+    told: str = ""  # the name of the newest generation that it knows
+    starting: dict[str, float] = field(default_factory=dict)  # its workers that have not come yet, and their age
+    condemned: set[str] = field(default_factory=set)  # its workers that were sent away, hang, and are being killed
 
 
 class Register:
-    """Connected hosts and workers by name and by connection, and the messages that wait to be sent.
+    """Connected hosts by number and by connection, and the messages that wait to be sent.
 
     >>> register = Register()
     >>> register.add(Host(connection=7, heard=0.0, number=0, agent="", slots=2))
@@ -60,49 +40,56 @@ class Register:
 
     def __init__(self) -> None:
         self.hosts: dict[int, Host] = {}
-        self.workers: dict[str, Worker] = {}
-        self._peers: dict[int, Peer] = {}
+        self.numbers: dict[str, int] = {}  # of the hosts, by agent
+        self.slots = 0  # of all hosts
+        self._by_connection: dict[int, Host] = {}
         self._out: list[Sent] = []
 
-    def add(self, peer: Peer) -> None:
-        """Enter a peer. One of the same name has a new connection: its old one is not heard any more."""
-        before = self.hosts.get(peer.number) if isinstance(peer, Host) else self.workers.get(peer.name)
+    def add(self, host: Host) -> None:
+        """Enter a host. One with the same number has a new connection: its old one is not heard any more."""
+        before = self.hosts.get(host.number)
         if before is not None:
-            self._peers.pop(before.connection, None)
-        self._peers[peer.connection] = peer
-        if isinstance(peer, Host):
-            self.hosts[peer.number] = peer
-        else:
-            self.workers[peer.name] = peer
+            self._by_connection.pop(before.connection, None)
+            self.retire(before)
+        self._by_connection[host.connection] = host
+        self.hosts[host.number] = host
+        self.numbers[host.agent] = host.number
+        self.slots += host.slots
 
-    def find(self, connection: int) -> Peer | None:
+    def resize(self, host: Host, slots: int) -> None:
+        """Note that a host will have so many workers."""
+        if self.hosts.get(host.number) is host:
+            self.slots += slots - host.slots
+        host.slots = slots
+
+    def find(self, connection: int) -> Host | None:
         """Return who is on a connection; None if it was given up, or has a newer one."""
-        return self._peers.get(connection)
+        return self._by_connection.get(connection)
 
-    def remove(self, peer: Peer) -> None:
-        """Strike a peer out; what still comes on its connection is not heard."""
-        self._peers.pop(peer.connection, None)
-        if isinstance(peer, Host):
-            self.hosts.pop(peer.number, None)
-        else:
-            self.workers.pop(peer.name, None)
+    def remove(self, host: Host) -> None:
+        """Strike a host out; what still comes on its connection is not heard."""
+        self._by_connection.pop(host.connection, None)
+        self.retire(host)
 
     def retire(self, host: Host) -> None:
         """Strike a host out, but keep its connection: it keeps the coordinator, and hears heartbeats and the end."""
-        self.hosts.pop(host.number, None)
+        if self.hosts.get(host.number) is host:
+            del self.hosts[host.number]
+            self.numbers.pop(host.agent, None)
+            self.slots -= host.slots
 
     @property
-    def everybody(self) -> Iterable[Peer]:
-        """All hosts and workers."""
-        return self._peers.values()
+    def everybody(self) -> Iterable[Host]:
+        """All hosts, those that are retired too."""
+        return self._by_connection.values()
 
     def send(self, connection: int, message: Message) -> None:
         """Put a message for one connection into the outbox."""
         self._out.append((connection, message))
 
-    def send_all(self, peers: Iterable[Peer], message: Message) -> None:
+    def send_all(self, hosts: Iterable[Host], message: Message) -> None:
         """Put one message for several into the outbox: the same object, so that it is encoded once."""
-        self._out += [(peer.connection, message) for peer in peers]
+        self._out += [(host.connection, message) for host in hosts]
 
     def hang_up(self, connection: int) -> None:
         """Have a connection closed at once."""

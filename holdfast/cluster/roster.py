@@ -1,30 +1,34 @@
-"""The roster: a state machine that knows who is connected, and decides which generation comes next.
+"""The roster: a state machine that knows which machines are connected, and decides which generation comes next.
 
-Events and the time go in, messages come out. It has no socket and no clock, so a test can play any history. Agents and
-workers repeat everything it must know when they connect, so the coordinator may be killed and started again while
-training goes on.
+Events and the time go in, messages come out. It has no socket and no clock, so a test can play any history. It hears of
+workers through their agents, who repeat everything it must know when they connect. So the coordinator may be killed and
+started again while training goes on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.cluster import compose
-from holdfast.cluster.generations import Generations, RosterSettings
-from holdfast.cluster.labels import difference
+from holdfast.cluster import announce, compose
+from holdfast.cluster.generations import FINISHED, Generations, RosterSettings
+from holdfast.cluster.labels import Label, difference
 from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, machine_of
+from holdfast.cluster.muster import Worker
 from holdfast.cluster.pulse import Still
-from holdfast.cluster.register import Host, Peer, Sent, Worker
+from holdfast.cluster.quorum.records import Decided
+from holdfast.cluster.register import Host, Sent
+from holdfast.cluster.rounds import Failure, Rounds
 from holdfast.cluster.stuck import StepTimeout, StuckWatch
-from holdfast.cluster.watch import Watch
 
 DONE = "it is done"  # cause of a host's end that is no failure
+DOUBT_SECONDS = 0.3  # for agents to come to a new coordinator who show no life: they try 20 times a second
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connected:
-    """An agent or a worker has connected and proved the token. ``hello`` says who it is."""
+    """An agent has connected and proved the token. ``hello`` says who it is, and tells of its workers."""
 
     connection: int
     hello: Message
@@ -53,17 +57,47 @@ class Tick:
 Event = Connected | Heard | Disconnected | Tick
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Refusal:
+    """Why a worker cannot take part."""
+
+    code: int
+    text: str
+    refused: bool = False  # it differs from the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Waiting:
+    """An agent that is not entered yet: its hello, and what it has said since."""
+
+    hello: Message
+    said: list[Message] = field(default_factory=list)
+
+    @property
+    def known(self) -> tuple[str, int]:
+        """The run and the number of the generation that it knows."""
+        return self.hello["generation"]["run"], self.hello["generation"]["number"]
+
+
 class Roster(Generations):
-    """The connected agents and workers. ``Generations``, the base class, decides which of them train together."""
+    """The connected agents and their workers. ``Generations``, the base class, decides which of them train together."""
 
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         super().__init__(settings, judge=judge, now=now)
-        self._watch = Watch(timeout=settings.heartbeat_timeout, patience=settings.patience, now=now)
         self._stuck = StuckWatch(StepTimeout.parse(settings.step_timeout))
         self._errors: list[str] = []  # the last line of each error that ended a worker
-        self._exits: dict[str, bool] = {}  # workers that ended with code 0, and whether their scripts were over
         self._next_host = settings.first_host
+        self._labels: dict[str, Label] = {}  # those that differ, and fit together; by the first worker that had each
         self._names: dict[str, str] = {}  # the incarnation of each worker that was ever heard of
+        self._has_run = False  # a worker has come, or its agent says so: the script has a ``Run``
+        self._rounds = Rounds()  # of a script without one
+        self._rejoined = False  # there are agents whose workers were started under another coordinator, as etcd knows
+        self._born = now
+        self._limbo: dict[int, _Waiting] = {}  # agents who know of a generation that this roster does not
+        self._asked: tuple[int, float] | None = None  # which of them was asked for it, and when
+        self._deserted = False  # the last host is done
+        # Machines of members that are gone, and when they are given up.
+        self._doubtful: tuple[float, set[int]] | None = None
 
     @property
     def deadline(self) -> float:
@@ -71,7 +105,23 @@ class Roster(Generations):
         ends = [] if self._last_words is None else [self._last_words[0]]
         if self.generation is None and self._now < self.first_look:
             ends.append(self.first_look)
+        if self._doubtful is not None:
+            ends.append(self._doubtful[0])
         return min([self._watch.deadline, *ends])
+
+    def recall(self, decided: Decided | None, alive: Collection[int]) -> None:
+        """Begin with the generation that the coordinator before this one has formed, as etcd tells it; None: with none.
+
+        ``alive``: hosts whose agents show signs of life. Workers of the others are given up soon, if they do not come.
+        """
+        self._rejoined = bool(alive)
+        if decided is None:
+            return
+        self._note_run()
+        self._remember(decided.generation)
+        self._has_checkpoints = decided.resumable
+        gone = {machine for machine in self.absent if machine not in alive}
+        self._doubtful = (self._now + DOUBT_SECONDS, gone) if gone else None
 
     def step(self, event: Event, now: float) -> list[Sent]:
         """Take in one event at the time ``now`` (seconds); return the messages to send, in order.
@@ -83,7 +133,7 @@ class Roster(Generations):
             return []
         try:
             self._take(event)
-        except (KeyError, TypeError, ValueError) as e:  # a peer's malformed message is no reason to stop
+        except (KeyError, TypeError, ValueError, AttributeError) as e:  # a malformed message is no reason to stop
             self._register.log("protocol-error", error=repr(e))
             if not isinstance(event, Tick):
                 self._register.hang_up(event.connection)
@@ -93,256 +143,373 @@ class Roster(Generations):
         if isinstance(event, Tick):
             self._tick()
         elif isinstance(event, Connected):
-            hello = event.hello
-            (self._agent_came if hello.get("role") == "agent" else self._worker_came)(event.connection, hello)
-        elif (peer := self._register.find(event.connection)) is None:
-            return  # this peer was given up, or has a newer connection
+            self._agent_came(event.connection, event.hello)
+        elif event.connection in self._limbo:
+            self._heard_in_limbo(event)
+        elif (host := self._register.find(event.connection)) is None:
+            return  # this host was given up, or has a newer connection
         elif isinstance(event, Disconnected):
-            self._register.remove(peer)
-            self._disconnected(peer)
+            self._disconnected(host)
         else:
-            peer.heard = self._now
-            self._heard(peer, event.message)
+            host.heard = self._now
+            self._heard(host, event.message)
 
-    def _heard(self, peer: Peer, message: Message) -> None:
+    def _heard(self, host: Host, message: Message) -> None:
         kind = message["type"]
-        if isinstance(peer, Host):
-            if kind == "exit":
-                self._worker_ended(message)
-            elif kind == "slots":
-                peer.slots = message["slots"]
-                self.advance()
-            elif kind == "nobody":
-                self._nobody_left_on(peer, message["reason"])
-            elif kind == "bye":
-                self._host_gone(peer, DONE, stays=message.get("stays", False))
-            elif kind == "beat":
-                peer.starting = {name: float(age) for name, age in dict(message.get("starting", {})).items()}
+        if kind == "beat":
+            self._beat(host, message)
+        elif kind == "came":
+            record = message["worker"]
+            self._worker_came(record, record["label"])
+            self.advance()
         elif kind == "standing":
-            self.show_standing(peer, Standing(**message["standing"]), message["generation"])
-        elif kind == "store":
-            self.share(peer.name, message)
+            if (worker := self.workers.get(message["worker"])) is not None:
+                self.show_standing(worker, Standing(**message["standing"]), message["generation"])
         elif kind == "progress":
             self.progressed(message["generation"], message["operation"])
-        elif kind == "beat":
-            peer.doing = message["doing"] and (message["doing"][0], message["doing"][1])
-            peer.still = Still.from_json(message["still"]) if "still" in message else None
         elif kind == "finished":
-            self.finish()
-        elif kind == "bye":
-            self._register.remove(peer)
+            self.finish(message["over"])
+        elif kind == "exit":
+            self._worker_ended(message)
+        elif kind == "slots":
+            self._register.resize(host, message["slots"])
             self.advance()
+        elif kind == "nobody":
+            self._nobody_left_on(host, message["reason"])
+        elif kind == "bye" and "worker" in message:
+            self._let_go(message["worker"])
+            self.advance()
+        elif kind == "bye":
+            self._host_done(host, stays=message.get("stays", False))
+        elif kind == "cleared":
+            self._clear_round(self._rounds.cleared(host.number, message))
+        elif kind == "done":
+            self._rounds.done(host.number, message["round"])
+            self._settle_round()
+
+    def _beat(self, host: Host, message: Message) -> None:
+        """Take in an agent's heartbeat: what its workers do, and for how long each has been silent."""
+        host.starting = {name: float(age) for name, age in dict(message["starting"]).items()}
+        for name, said in dict(message["workers"]).items():
+            if (worker := self.workers.get(name)) is None:
+                self._look_after(host, name, float(said["silent"]))
+            else:
+                worker.heard = self._now - float(said["silent"])
+                # An operation that was begun in an older generation may be of another kind in this one.
+                late = self.generation is not None and said.get("generation", "") != self.generation.name
+                worker.doing = None if late or not said["doing"] else (said["doing"][0], said["doing"][1])
+                worker.still = Still.from_json(said["still"]) if said["still"] else None
+
+    def _look_after(self, host: Host, name: str, silent: float) -> None:
+        """Have a worker killed that was sent away or given up, hangs, and would keep its slot for ever.
+
+        It may have hung after that; or the order to kill it was lost with a connection.
+        """
+        if silent > self.settings.heartbeat_timeout and name not in host.condemned:
+            host.condemned.add(name)
+            cause = f"no heartbeat for {silent:.0f} s after it was sent away"
+            self._register.send(host.connection, {"type": "kill", "worker": name, "cause": cause})
 
     # --- coming ----------------------------------------------------------------------------------
 
     def _agent_came(self, connection: int, hello: Message) -> None:
+        """Enter an agent; or, if its workers are in a generation that this roster does not know, ask for that first.
+
+        One of those who know it is asked: it may be large.
+        """
+        known = hello["generation"]
+        if known is not None and known["run"] == self.run:
+            self._newest = max(self._newest, known["number"])
+        if known is not None and self._counts_more(known["run"], known["number"]):
+            self._limbo[connection] = _Waiting(hello=hello)
+            self._ask()
+        else:
+            self._enter(connection, hello)
+
+    def _ask(self) -> None:
+        """Ask an agent for the generation that it knows, unless one was asked."""
+        if self._asked is None and self._limbo:
+            newest = max(self._limbo, key=lambda number: self._limbo[number].known[1])
+            self._asked = (newest, self._now)
+            self._register.send(newest, {"type": "recall"})
+
+    def _heard_in_limbo(self, event: Heard | Disconnected) -> None:
+        """Take in the answer of an agent that was asked for its generation, or its end."""
+        connection = event.connection
+        if isinstance(event, Heard) and event.message["type"] != "recalled":
+            self._limbo[connection].said.append(event.message)
+            return
+        if isinstance(event, Disconnected):
+            del self._limbo[connection]
+        else:
+            told = announce.heard(event.message["generation"], None)
+            if self._counts_more(told.run, told.number):
+                self._remember(told)
+        if self._asked is not None and self._asked[0] == connection:
+            self._asked = None
+        for number, waiting in list(self._limbo.items()):
+            if not self._counts_more(*waiting.known):
+                del self._limbo[number]
+                self._enter(number, waiting.hello)
+                for message in waiting.said:
+                    self._take(Heard(connection=number, message=message))
+        if self._asked is not None and self._asked[0] not in self._limbo:
+            self._asked = None  # its generation counts no more: it was entered without it
+        self._ask()
+
+    def _enter(self, connection: int, hello: Message) -> None:
         """Enter an agent, with a new number if it has none yet; refuse it if the run has all its hosts."""
         entry = compose.enter_host(
             number=hello["host"],
             agent=hello["agent"],
-            known={host.agent: host.number for host in self.hosts.values()},
-            next_number=self._next_host,
+            known=self._register.numbers,
+            next_number=self._next_number(hello["agent"]),
             most=self.settings.maximum_hosts,
         )
         if entry.number is None:
             self._register.send(connection, {"type": "stop", "code": 2, "message": entry.reason})
             self._register.hang_up(connection)
             return
-        number = entry.number
+        number, known = entry.number, hello["generation"]
         self._next_host = max(self._next_host, number + 1)
         host = Host(connection=connection, heard=self._now, number=number, agent=hello["agent"], slots=hello["slots"])
+        host.told = "" if known is None else f"{known['number']}/{known['life']}"
         self._register.add(host)
         self._begun = self._begun or hello["begun"]
+        self._committed = self._committed or hello["committed"]
+        if hello["begun"] or hello["run"]:
+            self._note_run()
         if hello["finished"]:
-            self.finish()
-        welcome = {"type": "welcome", "host": number, "master_port": self.settings.master_port}
-        # It may have missed what follows.
-        welcome |= {"begun": self.generation is not None, "finishing": self._finishing, "members": self.members}
-        self._register.send(host.connection, welcome)
-        self._register.log("host", host=number, slots=host.slots)
-        if hello.get("stays"):  # it said so before a restart of the coordinator: others may be about to come back
+            self.finish(hello["over"])
+        self._welcome(host, hello)
+        if self._muster.members_on(number):  # messages on its old connection may be lost: send them again
+            self._uncalled.add(number)
+            self._uninvited.add(number)
+        self._workers_came(number, hello)
+        if hello["stays"]:  # it said so before a restart of the coordinator: others may be about to come back
             self._register.retire(host)
-        self.kill_given_up()
         self.advance()
 
-    def _worker_came(self, connection: int, hello: Message) -> None:
-        """Enter a worker, new or with a new connection, unless it cannot take part."""
-        known = None if hello["generation"] is None else Generation.from_json(hello["generation"])
+    def _welcome(self, host: Host, hello: Message) -> None:
+        """Tell an agent its number, and what it may have missed."""
+        welcome = {"type": "welcome", "host": host.number, "master_port": self.settings.master_port}
+        # A run that etcd knows from an earlier start has higher numbers, but its scripts' ranks begin with 0 as ever.
+        welcome["rank"] = host.number - (self.settings.first_host if self.settings.recalls else 0)
+        # Only at the end does it need the names of all. Else, after a restart, all names would go to all machines.
+        members = self.members if self._finishing else []
+        welcome |= {"begun": self.generation is not None, "finishing": self._finishing, "members": members}
+        welcome |= {"run": self._has_run, "round": self._rounds.number, "waits": self._waits_for_round()}
+        self._register.send(host.connection, welcome)
+        self._register.log("host", host=host.number, slots=host.slots)
+        if self._missed_round(hello):
+            self._register.send(host.connection, {"type": "clear", "round": hello["round"]})
+
+    def _workers_came(self, machine: int, hello: Message) -> None:
+        """Take in what an agent tells of its workers: who has ended, who lives. Members that it leaves out are lost."""
+        for name in self._muster.workers_on(machine):  # those of its old connection: it tells of them anew
+            self._muster.remove(name)
+        self._hung_up.discard(machine)
+        self.absent[machine] = self._now  # until all is told, so that nothing is decided before
+        for report in hello["exits"]:
+            self._worker_ended(report)
+        for record in hello["workers"]:
+            self._worker_came(record, hello["labels"][record["label"]])
+        del self.absent[machine]
+        for name in self._muster.members_on(machine):
+            if name not in self.workers:
+                self._strike_out(name, "it has ended while the coordinator was away")
+
+    def _next_number(self, agent: str) -> int:
+        """Return the number that an agent gets if it is new. The first agent's is kept for it.
+
+        Scripts without a ``Run`` have their rank 0 on host 0, at the coordinator's address.
+        """
+        head, first = self.settings.head, self.settings.first_host
+        if head and agent != head:
+            return max(self._next_host, first + 1)
+        return first if head else self._next_host
+
+    def _worker_came(self, record: Message, label: Label) -> None:
+        """Enter a worker, new or known from before, unless it cannot take part."""
+        self._note_run()
+        known = record["generation"]  # the name of the newest generation that it was in
+        shown = record["standing"]
         worker = Worker(
-            connection=connection,
-            heard=self._now,
-            name=hello["worker"],
-            address=hello["address"],
-            incarnation=hello["incarnation"],
-            label=dict(hello["label"]),
-            host=hello["host"],
-            fresh=known is None,
-            standing=Standing(**hello["standing"]) if hello["standing"] else None,
+            name=record["worker"],
+            address=record["address"],
+            port=record["port"],
+            incarnation=record["incarnation"],
+            label=dict(label),
+            host=record["host"],
+            fresh=not known,
+            heard=self._now - float(record["silent"]),
         )
         if (refusal := self._refuses(worker, known)) is not None:
-            self._register.send(connection, {"type": "stop", **refusal})
-            self._register.hang_up(connection)
+            self._refuse(worker, refusal)
             return
-        self._register.add(worker)
+        self._muster.add(worker)
+        self._gone.discard(worker.name)  # a member whose machine counted as lost is back, before the others went on
         self._names[worker.name] = worker.incarnation
-        self.absent.pop(worker.name, None)
-        for told in (self._called, self._invited):  # messages on its old connection may be lost: send them again
-            told.discard(worker.name)
-        self._committed = self._committed or hello["committed"]
-        if hello["finished"]:
-            self.finish()
-        if known is not None:
+        if known:
             self._last_words = None  # somebody who holds the state is back
-            self._remember(known)
             self._refuse_joiners_unlike(worker)
-            # Another member may wait for an address that was lost with its old connection.
-            self._breaking = self._breaking or (known.number == self._announced > self._recovered)
-        if worker.standing is not None:
-            self.show_standing(worker, worker.standing, known.name if known is not None else "")
-        self.advance()
+        if shown is not None:
+            self.show_standing(worker, Standing(**shown["standing"]), shown["generation"])
 
-    def _refuses(self, worker: Worker, known: Generation | None) -> Message | None:
+    def _refuse(self, worker: Worker, why: _Refusal) -> None:
+        """Send a worker away that cannot take part. One that is silent hangs, and would not hear it."""
+        host = self.hosts.get(worker.machine)
+        if host is not None and self._now - worker.heard > self.settings.heartbeat_timeout:
+            self._register.send(host.connection, {"type": "kill", "worker": worker.name, "cause": why.text})
+        self._dismiss(worker.name, why.code, why.text, refused=why.refused)
+
+    def _refuses(self, worker: Worker, known: str) -> _Refusal | None:
         """Return why a worker cannot take part: it was given up, it differs from the others, or the run is over."""
         if self._is_another(worker.name, worker.incarnation):
             return _given_up(worker.name, "another worker had this name before")
-        if known is not None:  # a worker that trains already
-            return self._refuses_member(worker, known)
+        if known:  # a worker that trains already
+            return self._refuses_member(worker.name, int(known.partition("/")[0]))
         if self._finishing:
-            return {"code": 0, "message": "the run is finished"}
-        for other in {id(w.label): w for w in self.workers.values()}.values():
-            if worker.label == other.label:
-                worker.label = other.label  # one object for all that are equal, so that thousands compare quickly
-            elif (said := difference(worker.label, other.label)) is not None:
-                return _differs(worker.name, other.name, said)
+            return _Refusal(code=0, text=FINISHED)
+        if not self.workers:
+            self._labels.clear()  # nobody is left who trains something else
+        for name, label in self._labels.items():
+            if worker.label == label:
+                worker.label = label
+                return None
+            if (said := difference(worker.label, label)) is not None:
+                return _differs(worker.name, name, said)
+        self._labels[worker.name] = worker.label
         return None
 
     def _refuse_joiners_unlike(self, member: Worker) -> None:
         """Send away joiners that train something else: they came while this member had lost its connection."""
-        for joiner in [w for w in self.workers.values() if w.fresh]:
+        for joiner in self._muster.waiting:
             if (said := difference(joiner.label, member.label)) is not None:
-                self._dismiss(joiner.name, {"type": "stop", **_differs(joiner.name, member.name, said)})
+                self._refuse(joiner, _differs(joiner.name, member.name, said))
 
     def _is_another(self, name: str, incarnation: str) -> bool:
         """Whether a name belongs to another process: an agent that was started anew counts its workers from 0 again."""
         return self._names.get(name, incarnation) != incarnation
 
-    def _refuses_member(self, worker: Worker, known: Generation) -> Message | None:
-        """Return why a worker that trains already cannot go on: the run has gone on without it."""
-        if self.generation is None:
+    def _refuses_member(self, name: str, number: int) -> _Refusal | None:
+        """Return why a worker that trains already cannot go on: the run has gone on, or has ended, without it."""
+        if number < self._over:
+            return _Refusal(code=0, text=FINISHED)
+        if self.generation is None or self._muster.is_member(name):
             return None
-        if self._announced and (known.run != self.run or known.number > self.generation.number):
-            # It was formed by a coordinator of which this one had heard nothing when it formed its own.
-            return _given_up(worker.name, "the run was begun anew without it")
-        newer = self._counts_more(known)
-        return _given_up(worker.name) if worker.name not in self.members and not newer else None
+        begun_anew = self.announced and number > self.generation.number
+        return _given_up(name, "the run was begun anew without it") if begun_anew else _given_up(name)
 
-    def _counts_more(self, known: Generation) -> bool:
-        """Whether a generation replaces the one that this coordinator knows: of its own run, then the newest."""
+    def _counts_more(self, run: str, number: int) -> bool:
+        """Whether a generation replaces the one that this coordinator knows: of its own run, then the newest.
+
+        Not if this coordinator has formed its own: the others had not come in time.
+        """
         if self.generation is None:
             return True
         ours = self.settings.run
-        return (known.run == ours, known.number) > (self.generation.run == ours, self.generation.number)
+        newer = (run == ours, number) > (self.generation.run == ours, self.generation.number)
+        return newer and not self.announced
 
     def _remember(self, known: Generation) -> None:
-        """Take over, after a restart of the coordinator, the generation that a worker says it is in.
+        """Take over, after a restart of the coordinator, the generation that an agent tells of.
 
         If the whole first agent was started anew, it is a generation of another run, which goes on under this roster.
         """
         self._begun = True
-        if self._counts_more(known):
-            self.generation, self.run = known, known.run
-            self._names |= {member.worker: member.incarnation for member in known.members}
-            for name in [n for n, w in self.workers.items() if self._is_another(n, w.incarnation)]:
-                self._dismiss(name, {"type": "stop", **_given_up(name, "another worker had this name before")})
-            self.absent = {w: self._now for w in known.workers if w not in self.workers}
-            for name in [n for n, w in self.workers.items() if not w.fresh and n not in known.workers]:
-                self._dismiss(name, {"type": "stop", **_given_up(name)})
-            for name in [name for name in self.absent if name in self._exits]:  # told before anybody knew of it
-                self._ended_well(name)
+        self.run = known.run
+        self._names |= {member.worker: member.incarnation for member in known.members}
+        for name in [n for n, w in self.workers.items() if self._is_another(n, w.incarnation)]:
+            self._refuse(self.workers[name], _given_up(name, "another worker had this name before"))
+        self._muster.begin(known)
+        self._gone.clear()
+        self._nobody_was_told()
+        machines = sorted({machine_of(name) for name in known.workers})
+        self.absent = {machine: self._now for machine in machines if machine not in self.hosts}
+        for name in [n for n in known.workers if machine_of(n) in self.hosts and n not in self.workers]:
+            self._strike_out(name, "its machine was started anew")
+        for name in [n for n, w in self.workers.items() if not w.fresh and not self._muster.is_member(n)]:
+            self._refuse(self.workers[name], _given_up(name))
 
     # --- going -----------------------------------------------------------------------------------
 
-    def _disconnected(self, peer: Peer) -> None:
-        """Take in a closed connection. It is a loss only if the worker's agent is gone too.
+    def _disconnected(self, host: Host) -> None:
+        """Take in a closed connection. It is no loss yet: the network may have closed it, and the agent comes back.
 
-        Otherwise the network may have closed it, or the worker because the coordinator did not answer. The agent knows
-        whether the process has ended, and reports it at once. A living worker connects again, and training goes on.
+        Training does not need it. ``_waits_for_absent`` says when it is a loss.
         """
-        if isinstance(peer, Host):
-            self._host_gone(peer, "connection lost", silent=self._watch.is_dazed(self._now))
-        elif peer.name in self._exits:
-            self._ended_well(peer.name)
-        elif self._watch.is_dazed(self._now) or machine_of(peer.name) in self.hosts:
-            self.absent[peer.name] = self._now
-        else:
-            self._given_up.add(peer.name)
-            self._worker_gone(peer.name, "connection lost")
+        self._strike_out_host(host, "connection lost")
+        if any(name not in self._gone for name in self._muster.members_on(host.number)):
+            self.absent[host.number] = self._now
+            self._hung_up.add(host.number)
+        self.advance()
 
-    def _host_gone(self, host: Host, cause: str, *, silent: bool = False, stays: bool = False) -> None:
-        """Strike out a host. Its workers have their own connections; only the target shrinks by its slots.
+    def _host_done(self, host: Host, *, stays: bool) -> None:
+        """Take in that an agent ends, or only keeps the coordinator from now on (``stays``)."""
+        self._strike_out_host(host, DONE, stays=stays)
+        self._machine_gone(host.number, "its agent has ended")
+        self.advance()
 
-        Workers whose lines were lost before are given up: nobody is left who could tell that they live. Not if the
-        coordinator itself was ``silent``: then all may come back. ``stays``: its agent still keeps the coordinator.
-        """
+    def _strike_out_host(self, host: Host, cause: str, *, stays: bool = False) -> None:
+        """Strike out a host, and forget its workers: it tells of them when it comes back."""
         if stays:
             self._register.retire(host)
         else:
             self._register.remove(host)
+        for name in self._muster.workers_on(host.number):
+            self._muster.remove(name)
         self._register.log("host-gone", host=host.number, cause=cause)
-        for name in [] if silent else [name for name in self.absent if machine_of(name) == host.number]:
-            self._given_up.add(name)
-            self._worker_gone(name, cause)
-        if not self.hosts and (cause == DONE or self._finishing):
-            self.stopped = True
-        self.advance()
+        self._deserted = not self.hosts and (cause == DONE or self._finishing)
+        self._end_if_deserted()
 
-    def _worker_gone(self, name: str, cause: str) -> None:
-        """Strike out a worker that is lost. If it was a member, its generation is over."""
-        if name in self.workers:
-            self._register.remove(self.workers[name])
-        self.absent.pop(name, None)
-        member = name in self.members
-        self._register.log("failure", worker=name, cause=cause, member=member)
-        if member and not self._finishing:
-            self._lost.append((name, self._now))
-        self._breaking = self._breaking or member
-        self.advance()
+    def _end_if_deserted(self) -> None:
+        """End the run if the last host is done, unless others may come: soon after a restart not all are back."""
+        others = bool(self.absent or self._limbo) or (self._is_restarted and self._now < self.first_look)
+        if self._deserted and not self.hosts and (self._finishing or not others):
+            self.stopped = True
 
     def _worker_ended(self, report: Message) -> None:
-        """Take in an agent's report that a worker has ended. The worker's connection may still be open."""
+        """Take in an agent's report that a worker has ended."""
         self._register.log("exit", **{k: v for k, v in report.items() if k not in ("type", "incarnation")})
-        if self._is_another(report["worker"], report["incarnation"]):
+        name, error = report["worker"], report["error"]
+        if self._is_another(name, report["incarnation"]):
             return  # it was refused, because its name belongs to another
-        self._given_up.discard(report["worker"])
-        worker, error = self.workers.get(report["worker"]), report["error"]
+        if report.get("run"):
+            self._note_run()
+        ends_round = report["code"] and "round" in report and not report["cleared"]
+        if ends_round and not self._has_run and not (error is not None and error["final"]):
+            failure = Failure(who=f"worker {name}", cause=report["cause"], error=error)
+            if not (self._begun or self._finishing):
+                self._clear_round(self._rounds.failed(report["round"], failure))
+            return
+        is_known = name in self.workers or (self._muster.is_member(name) and machine_of(name) in self.absent)
         if report["code"] == 0 and error is None:
-            self._exits[report["worker"]] = report["finished"]
-            if report["worker"] not in self.workers:  # else its last messages may still arrive on its connection
-                self._ended_well(report["worker"])
-            return
-        if worker is not None:
-            self._register.hang_up(worker.connection)
-        if worker is not None or report["worker"] in self.absent:
-            self._worker_gone(report["worker"], report["cause"])
-        if error is None:
-            return
+            self._ended_well(name, finished=report["finished"], is_known=is_known)
+        elif is_known:
+            self._strike_out(name, report["cause"])
+        self.advance()
+        if error is not None:
+            self._judge_error(name, error, cleared=bool(report.get("cleared")))
+
+    def _ended_well(self, name: str, *, finished: bool, is_known: bool) -> None:
+        """Take in that a worker has ended with code 0: the run is over, or it was asked to leave."""
+        if finished and self._muster.is_member(name):
+            self._let_go(name)
+            self.finish()
+        elif is_known and self._muster.is_member(name):
+            self._strike_out(name, "it has ended")
+        else:
+            self._let_go(name)
+
+    def _judge_error(self, name: str, error: Message, *, cleared: bool) -> None:
+        """Stop the run for an error of the script, or tell the hosts that it goes on."""
         if error["final"]:
             if not error.get("refused") or self.generation is None:  # a refused joiner does not end the training
                 self.stop(error["code"], error["text"])
             return
-        self._judge_error(report["worker"], error)
-
-    def _ended_well(self, name: str) -> None:
-        """Take in that a worker has ended with code 0 without a bye: it was lost with the connection."""
-        self.absent.pop(name, None)
-        if self._exits[name] and name in self.members:
-            self.finish()
-        elif name in self.members:
-            self._worker_gone(name, "it has ended")
-        self.advance()
-
-    def _judge_error(self, name: str, error: Message) -> None:
-        """Stop the run for an error of the script, or tell the hosts that it goes on."""
+        if cleared:
+            return
         last = (error["text"].strip() or "no error text").splitlines()[-1]
         verdict = compose.judge_error(error=last, earlier=self._errors, alive=len(self.workers))
         self._errors.append(last)
@@ -359,52 +526,123 @@ class Roster(Generations):
         else:  # the run goes on without this machine
             self._register.send(host.connection, {"type": "stop", "code": 3, "message": f"too few workers: {reason}"})
 
+    # --- scripts without a Run -------------------------------------------------------------------
+
+    def _note_run(self) -> None:
+        """Note that the script has a ``Run``, and tell the hosts: from here on lost workers are replaced one by one."""
+        if not self._has_run:
+            self._has_run = True
+            self._register.send_all(self.hosts.values(), {"type": "run"})
+
+    def _waits_for_round(self) -> bool:
+        """Whether a new host waits for the next round, since the present one has other members, or is over.
+
+        The first round has no list of members: who comes late to it starts at once, as scripts with a ``Run`` need it.
+        """
+        goes_on = self._rounds.number > 0 or self._rounds.clearing or self._rejoined
+        return goes_on and not (self._has_run or self._begun)
+
+    def _missed_round(self, hello: Message) -> bool:
+        """Whether an agent that comes back is still in a round that was over meanwhile."""
+        rounds = self._rounds
+        known = hello["host"] is not None and "round" in hello and not self._has_run
+        return known and (hello["round"] < rounds.number or (rounds.clearing and hello["round"] == rounds.number))
+
+    def _clear_round(self, is_new: bool) -> None:
+        """Have all hosts kill what is left of a round that has failed, if they were not told yet."""
+        if is_new:
+            self._register.send_all(self.hosts.values(), {"type": "clear", "round": self._rounds.number})
+        self._settle_round()
+
+    def _settle_round(self) -> None:
+        """End the run if all workers have ended well; begin the next round, or end the run, after one that failed."""
+        hosts = self._slots().keys()
+        if not self._has_run and self._rounds.is_over(hosts) and self._all_have_come(len(hosts)):
+            self.finish()
+        if not self._rounds.settled(hosts):
+            return
+        verdict = self._rounds.verdict()
+        if verdict.stop:
+            self.stop(verdict.code, verdict.text)
+        elif len(hosts) >= self.settings.minimum_hosts:
+            order = self._rounds.begin(hosts)
+            self._register.log("restart", round=order["round"], hosts=order["hosts"], reason=verdict.text)
+            self._register.send_all(self.hosts.values(), {"type": "say", "text": f"holdfast: {verdict.text}"})
+            self._register.send_all([self.hosts[number] for number in hosts], order)
+
+    def _all_have_come(self, hosts: int) -> bool:
+        """Whether the first round has all its hosts, or has waited long enough for them.
+
+        A short script may be over on one host before another one has started.
+        """
+        needed = self.settings.first_hosts or self.settings.minimum_hosts
+        return self._rounds.number > 0 or hosts >= needed or self._now - self._born > self.settings.patience
+
     # --- time ------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Send heartbeats, and give up peers that have been silent for too long."""
+        """Send heartbeats, and give up machines and workers that have been silent for too long."""
         now, watch = self._now, self._watch
         if self._last_words is not None and now >= self._last_words[0]:
             self.stop(3, self._last_words[1])
+        if self._doubtful is not None and now >= self._doubtful[0]:
+            doubtful, self._doubtful = self._doubtful[1], None
+            for machine in sorted(doubtful & self.absent.keys()):
+                self._machine_gone(machine, "its host was lost with the coordinator")
+        self._end_if_deserted()
         if self.stopped or now < watch.deadline:
             self.advance()  # some decisions wait for time to pass
             return
         awake = watch.look(now)
         self._register.send_all(self._register.everybody, {"type": "beat"})
-        if not awake:
-            for peer in self._register.everybody:
-                peer.heard = now
+        if awake:
+            self._look_for_silence()
+        else:
+            for host in self._register.everybody:
+                host.heard = now
+            for worker in self.workers.values():
+                worker.heard = now
             return
-        cause = f"no heartbeat for {watch.timeout:g} s"
-        # Giving one up may send others away, so each is looked for once more.
-        for name in watch.silent({name: worker.heard for name, worker in self.workers.items()}, now):
-            if name in self.workers:
-                self._register.hang_up(self.workers[name].connection)
-                self._give_up(name, cause)
-        for number in watch.silent({number: host.heard for number, host in self.hosts.items()}, now):
-            if number in self.hosts:
-                self._register.hang_up(self.hosts[number].connection)
-                self._host_gone(self.hosts[number], cause)
-        for name in watch.silent(self.absent, now):
-            if name in self.absent:
-                self._give_up(name, "did not come back to the coordinator")
         self._look_for_hosts()
+        self._settle_round()
         self._look_for_disagreement()
         self._look_for_stuck()
         self.advance()
+
+    def _look_for_silence(self) -> None:
+        """Give up machines and workers that have shown no sign of life for too long."""
+        now, watch = self._now, self._watch
+        cause = f"no heartbeat for {watch.timeout:g} s"
+        for number in watch.silent({number: host.heard for number, host in self.hosts.items()}, now):
+            host = self.hosts[number]
+            self._register.hang_up(host.connection)
+            self._strike_out_host(host, cause)
+            self._machine_gone(number, cause)
+        for machine in watch.silent(self.absent, now):
+            self._machine_gone(machine, "did not come back to the coordinator")
+        for name in watch.silent({name: worker.heard for name, worker in self.workers.items()}, now):
+            self._give_up(name, cause)
+        if self._asked is not None and now - self._asked[1] > watch.timeout:
+            self._register.hang_up(self._asked[0])
+            del self._limbo[self._asked[0]]
+            self._asked = None
+            self._ask()
 
     def _give_up(self, name: str, cause: str, **details: Any) -> None:
         """Count a silent worker as lost, and have it killed: a hung process could come back to life later.
 
         ``details`` are for the event that its agent writes.
         """
-        message = {"type": "kill", "worker": name, "cause": cause, "details": details}
-        self._register.send_all(self.hosts.values(), message)
-        self._worker_gone(name, cause)
+        host = self.hosts.get(machine_of(name))
+        if host is not None:
+            message = {"type": "kill", "worker": name, "cause": cause, "details": details}
+            self._register.send(host.connection, message)
+        self._strike_out(name, cause)
+        self.advance()
 
     def _look_for_hosts(self) -> None:
         """Stop the run if there have been too few hosts for longer than the patience."""
-        out = self._kept_out.now(self._now)
+        out = self._kept_out.doubted
         # A host that leaves counts as long as it is there; but a run does not begin with it.
         here = len(self.hosts.keys() - out if self._begun else self._slots())
         needed = self.settings.minimum_hosts
@@ -418,7 +656,7 @@ class Roster(Generations):
         """Stop the run if members are at different kinds of the same operation."""
         workers = self.workers
         doings = {n: d for n in self.members if n in workers and (d := workers[n].doing) is not None}
-        if (text := compose.disagreement(doings)) is not None:
+        if (text := compose.disagreement(doings, self.joined & {*doings})) is not None:
             self.stop(2, text)
 
     def _look_for_stuck(self) -> None:
@@ -455,10 +693,10 @@ class Roster(Generations):
             self._breaking = True
 
 
-def _given_up(name: str, reason: str = "it counted as lost") -> Message:
-    return {"code": GIVEN_UP, "message": f"worker {name} was given up: {reason}"}
+def _given_up(name: str, reason: str = "it counted as lost") -> _Refusal:
+    return _Refusal(code=GIVEN_UP, text=f"worker {name} was given up: {reason}")
 
 
-def _differs(name: str, other: str, said: str) -> Message:
+def _differs(name: str, other: str, said: str) -> _Refusal:
     text = f"worker {name} does not train the same as {other}: {said}"
-    return {"code": 2, "message": f"{text} (start every worker with the same script and settings)", "refused": True}
+    return _Refusal(code=2, text=f"{text} (start every worker with the same script and settings)", refused=True)

@@ -1,15 +1,14 @@
-"""The seat: a worker's side of the protocol with the coordinator, as a state machine without sockets, threads or clock.
+"""The seat: a worker's side of its talk with the coordinator, as a state machine without sockets, threads or clock.
 
-``client.Client`` connects it. Losing the coordinator loses nothing: the hello of the next connection repeats all that
-the coordinator must know.
+``client.Client`` connects it to the agent, and the agent passes on what both sides say. Losing the coordinator loses
+nothing: the agent remembers what it must know.
 """
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
-from typing import Any
 
+from holdfast.cluster import announce
 from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Generation, Message, Standing
 
@@ -19,15 +18,6 @@ class Over:
     """A generation is over, whatever this worker is doing in it."""
 
     number: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A member of a generation has put something into its store."""
-
-    generation: int
-    key: str
-    value: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +37,33 @@ class Stop:
     waits: bool
 
 
-News = Over | Value | Next | Stop
+News = Over | Next | Stop
 
 
 class Seat:
     """The state of a worker's talk with the coordinator: the standing it has shown, and what it was told.
 
-    >>> seat = Seat(worker="0.0", address="127.0.0.1", host="0", label={"what": "a test"})
-    >>> seat.show(Standing(operation=3))["generation"], seat.hello()["standing"]["operation"]
+    >>> seat = Seat(worker="0.0", host="0", label={"what": "a test"})
+    >>> seat.show(Standing(operation=3))["generation"], seat.standing.operation
     ('', 3)
     >>> seat.hear({"type": "regroup", "number": 0})
     """
 
-    def __init__(self, *, worker: str, address: str, host: str, label: Label, incarnation: str = "") -> None:
+    def __init__(
+        self, *, worker: str, host: str, label: Label, address: str = "", port: int = 0, incarnation: str = ""
+    ) -> None:
         self.worker = worker
         self.generation: Generation | None = None
         self.standing: Standing | None = None  # shown and not yet answered by a generation
         self.leave = False  # this worker is asked to leave
         self.stopped: Stop | None = None
         self.doing: tuple[int, str] | None = None
-        self._who = {"role": "worker", "worker": worker, "address": address, "label": label, "host": host}
-        self._who["incarnation"] = self.incarnation = incarnation
+        self.coordinator = ""  # where it was lost; "" while the agent is connected to it
+        self.incarnation = incarnation
+        self._who = {"worker": worker, "address": address, "port": port, "host": host, "incarnation": incarnation}
+        self._label = label
         self._ended = 0  # the newest generation known to be over
         self._forming = False
-        self._finished = False
-        self._committed = False
         self._joiners = 0  # the generation that somebody waits to join
 
     @property
@@ -86,41 +78,34 @@ class Seat:
     # --- messages to the coordinator -------------------------------------------------------------
 
     def hello(self) -> Message:
-        """Return the first message on a new connection, with everything that the coordinator must know."""
-        return {
-            **self._who,
-            "generation": None if self.generation is None else self.generation.to_json(),
-            "standing": None if self.standing is None else self.standing.to_json(),
-            "finished": self._finished,
-            "committed": self._committed,
-        }
+        """Return this worker's first message."""
+        return {"type": "came", **self._who, "label": self._label}
 
     def show(self, standing: Standing) -> Message:
         """Show a standing; the next generation answers it."""
         self.standing = standing
         return {"type": "standing", "generation": self._name, "standing": standing.to_json()}
 
-    def put(self, generation: Generation, key: str, value: bytes) -> Message:
-        """Return the message that puts a value into the store of a generation."""
-        return {"type": "store", "generation": generation.name, "key": key, "value": base64.b64encode(value).decode()}
+    def follow(self, generation: Generation) -> None:
+        """Take in the generation that the leader of this rank's team was told."""
+        self.generation, self.standing, self.doing = generation, None, None
+        self._forming = True
 
     def beat(self) -> Message:
-        """Return the sign of life, with what this worker is doing."""
-        return {"type": "beat", "doing": self.doing}
+        """Return the sign of life, with what this worker is doing, and in which generation."""
+        return {"type": "beat", "doing": self.doing, "generation": self._name}
 
     def formed(self) -> None:
-        """Note that the generation's group stands: from here on training can do without the coordinator."""
+        """Note that the generation's members have met: from here on training can do without the coordinator."""
         self._forming = False
 
     def progressed(self, generation: Generation, operation: int) -> Message:
-        """Note and tell that the first operation of a generation is committed."""
-        self._committed = True
+        """Tell that the first operation of a generation is committed."""
         return {"type": "progress", "generation": generation.name, "operation": operation}
 
     def finished(self) -> Message:
-        """Note and tell that the script is over."""
-        self._finished = True
-        return {"type": "finished"}
+        """Tell that the script is over, and in which generation."""
+        return {"type": "finished", "over": self.number}
 
     def wishes(self) -> tuple[bool, bool]:
         """Return (somebody waits to join, this worker is asked to leave)."""
@@ -129,26 +114,26 @@ class Seat:
     # --- messages from the coordinator -----------------------------------------------------------
 
     def hear(self, message: Message) -> News | None:
-        """Take in a message of the coordinator; return the news that this worker has to act on, or None."""
+        """Take in a message; return the news that this worker has to act on, or None."""
         kind = message["type"]
         if kind == "generation":
-            self.generation = Generation.from_json(message["generation"])
-            self.standing = None
+            self.generation = announce.heard(message, self.generation)
+            self.standing = self.doing = None
             self._forming = True
             return Next(generation=self.generation)
-        if kind == "store" and message["generation"] == self._name:
-            return Value(generation=self.number, key=message["key"], value=base64.b64decode(message["value"]))
         if kind == "regroup":
             return self._over(message["number"])
         if kind == "pause":
             self._joiners = message["number"]
-        if kind == "stop":
+        elif kind == "line":
+            self.coordinator = message["lost"]
+            # A generation that was forming is over: others may not have heard of it.
+            return self._over(self.number) if self.coordinator and self._forming else None
+        elif kind == "leave":
+            self.leave = True
+        elif kind == "stop":
             return self._stop(message)
         return None
-
-    def disconnected(self) -> Over | None:
-        """Note that the connection is lost. A generation that was forming is over: addresses may be missing."""
-        return self._over(self.number) if self._forming else None
 
     def _over(self, number: int) -> Over | None:
         if number <= self._ended:
@@ -156,11 +141,11 @@ class Seat:
         self._ended = number
         return Over(number=number)
 
-    def _stop(self, message: dict[str, Any]) -> Stop:
+    def _stop(self, message: Message) -> Stop:
         self.stopped = Stop(
             code=message["code"],
             message=message["message"],
-            refused=bool(message.get("refused")),
+            refused=message.get("refused", False),
             waits=self.standing is not None,
         )
         return self.stopped

@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
-from collections.abc import Callable, Collection
 
 _INFO = struct.Struct("8B24I")  # the begin of struct tcp_info in linux/tcp.h
 _TRIES = 2  # retransmissions or probes without an answer in a row: a single lost packet is nothing
@@ -48,33 +46,14 @@ def unanswered(number: int) -> float:
     return milliseconds / 1000 if max(retransmits, probes) >= _TRIES else 0.0
 
 
-def seconds_allowed() -> float:
+def allowed(heartbeat: float) -> float:
     """Return the seconds of silence after which a machine has vanished: three heartbeat timeouts.
 
     The coordinator needs one. It knows more, so it should be the first to tell.
     """
-    return 3 * heartbeat()
+    return 3 * heartbeat
 
 
-def heartbeat() -> float:
-    """Return the heartbeat timeout of this run in seconds."""
-    return float(os.environ.get("HOLDFAST_HEARTBEAT", "5"))
-
-
-def watch(numbers: Collection[int], seconds: float, vanished: Callable[[Collection[int]], None]) -> threading.Event:
-    """Watch sockets in a thread; call ``vanished(numbers)`` once some of them have had no answer for ``seconds``.
-
-    Returns an event that ends the watch when it is set.
-    """
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(seconds / 4):
-            if silent := [number for number in numbers if unanswered(number) >= seconds]:
-                vanished(silent)
-                return
-
-    for number in numbers:
-        ask_when_idle(number, seconds)
-    threading.Thread(target=look, name="holdfast-silence", daemon=True).start()
-    return over
+def pause(heartbeat: float) -> float:
+    """Return the seconds between two looks at sockets."""
+    return allowed(heartbeat) / 4

@@ -16,7 +16,7 @@ import signal
 import sysconfig
 from pathlib import Path
 
-from holdfast.processes import is_stopped
+from holdfast.processes import is_stopped, loaders_of
 
 SIGNAL = signal.SIGQUIT  # Java's and Go's signal for the same; a terminal's Ctrl-\ does not reach workers
 LONGEST_SECONDS = 3.0  # for a process to write its stacks: it takes milliseconds, unless the process cannot
@@ -45,16 +45,27 @@ async def _ask(pid: int, log: Path, why: str) -> str:
     with log.open("a") as file:
         file.write(f"\nholdfast: {why}; the stacks of all threads, the main thread's last:\n")
     begin = log.stat().st_size
+    loaders = loaders_of(pid)  # it may wait for one of them; they write to the same log
+    for loader in loaders:
+        os.kill(loader, SIGNAL)
+    if loaders:
+        await _written(log)
     os.kill(pid, SIGNAL)
+    await _written(log)
+    with log.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
+
+
+async def _written(log: Path) -> None:
+    """Wait until stacks have been written to a log, or nothing comes."""
+    begin = log.stat().st_size
     loop = asyncio.get_running_loop()
     end, size, grown = loop.time() + LONGEST_SECONDS, begin, loop.time()
     while loop.time() < end and (size == begin or loop.time() < grown + QUIET_SECONDS):
         await asyncio.sleep(_LOOK_SECONDS)
         if log.stat().st_size != size:
             size, grown = log.stat().st_size, loop.time()
-    with log.open("rb") as file:
-        file.seek(begin)
-        return file.read().decode(errors="replace")
 
 
 def place_of(dump: str) -> str | None:

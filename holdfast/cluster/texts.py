@@ -6,6 +6,7 @@ import torch
 
 from holdfast.cluster import tags
 from holdfast.cluster.group import Group
+from holdfast.cluster.talk import share
 
 
 class Texts:
@@ -19,16 +20,30 @@ class Texts:
 
     def exchange(self, text: bytes) -> list[bytes]:
         """Send this worker's text to all; return everybody's texts, by rank. May raise ``Broken``."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        lengths = {rank: torch.zeros(1, dtype=torch.int64, device=self._device) for rank in others}
-        self._swap(torch.tensor([len(text)], device=self._device), lengths, tags.LENGTH)
-        sizes = {rank: int(length) for rank, length in lengths.items()}
-        texts = {rank: torch.zeros(max(n, 1), dtype=torch.uint8, device=self._device) for rank, n in sizes.items()}
-        # At least one byte, because Gloo cannot send an empty tensor.
-        self._swap(torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8).to(self._device), texts, tags.TEXT)
-        found = {rank: texts[rank].cpu().numpy().tobytes()[: sizes[rank]] for rank in others}
-        return [text if rank == self.rank else found[rank] for rank in range(self.size)]
+        if self.size == 1:
+            return [text]
+        ones = [1] * self.size
+        length = torch.tensor([len(text)], device=self._device)
+        sizes = [int(size) for size in share(self._group, length, ones, tag=tags.LENGTH)]
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        found = share(self._group, mine.to(self._device), sizes, tag=tags.TEXT)
+        return [part.cpu().numpy().tobytes() for part in found]
 
-    def _swap(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor], tag: int) -> None:
-        sends = [(rank, mine, tag) for rank in theirs]
-        self._group.finish(self._group.start(sends, [(rank, tensor, tag) for rank, tensor in theirs.items()]))
+
+class Everybody:
+    """All ranks of all teams: the ``Ranks`` that write and read a run's checkpoints. Their texts go through columns."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._team, self._column = group.team, Texts(group, device)
+        self.rank = group.rank * group.team.size + group.team.rank
+        self.size = group.size * group.team.size
+        self.workers = [worker for worker in group.generation.workers for _ in range(group.team.size)]
+
+    def exchange(self, text: bytes) -> list[bytes]:
+        """Return the texts of all ranks, team by team. May raise ``Broken``, on all ranks of a team."""
+        with self._team.together("the texts of a column"):
+            column = self._column.exchange(text)
+        if self._team.size == 1:
+            return column
+        said = self._team.exchange("the texts of all columns", [one.hex() for one in column])
+        return [bytes.fromhex(texts[worker]) for worker in range(self._column.size) for texts in said]

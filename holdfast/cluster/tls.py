@@ -1,15 +1,15 @@
-"""Mutual TLS on control connections: both sides show a certificate, and check the other's against the same CA.
+"""Mutual TLS: both sides show a certificate, and check the other's against the same CA.
 
-The client also checks that the server's certificate is for the name (or address) of the run's endpoint. A client may
-have any name. TLS begins after the handshake of ``handshake.py``, so nobody without the token reaches OpenSSL.
+An agent also checks that the coordinator's certificate is for the name (or address) of the run's endpoint; where the
+coordinator is elected, for the address that etcd tells. A client may have any name. TLS begins after the handshake of
+``handshake.py``, so nobody without the token reaches OpenSSL.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,15 @@ class TlsSettings:
     cert: str  # path of this machine's certificate, with the chain to the CA if there is one
     key: str  # path of its private key, without a passphrase
     ca: str  # path of the certificates that the other side's must be signed by
-    name: str  # what the server's certificate must be for: the host of the run's endpoint, a name or an address
+    # What the server's certificate must be for: the host of the run's endpoint, a name or an address. "": the address
+    # that is called, where any machine can have the coordinator.
+    name: str
 
     @staticmethod
-    def given(cert: Path | None, key: Path | None, ca: Path | None, *, endpoint: str) -> TlsSettings | None:
+    def given(cert: Path | None, key: Path | None, ca: Path | None, *, endpoint: str | None) -> TlsSettings | None:
         """Return the settings of the three options; None if none is given. Raises ``UsageError`` on wrong ones.
 
-        ``endpoint``: host:port of the coordinator, or "" for a run on this machine alone.
+        ``endpoint``: host:port of the coordinator; "" for a run on this machine alone; None if it is elected.
         """
         paths = {"--tls-cert": cert, "--tls-key": key, "--tls-ca": ca}
         missing = [name for name, path in paths.items() if path is None]
@@ -43,7 +45,7 @@ class TlsSettings:
             return None
         if cert is None or key is None or ca is None:
             raise UsageError(f"TLS needs {OPTIONS}", hint=f"{' and '.join(missing)} missing")
-        name = endpoint.rpartition(":")[0].strip("[]") or "127.0.0.1"
+        name = "" if endpoint is None else endpoint.rpartition(":")[0].strip("[]") or "127.0.0.1"
         settings = TlsSettings(cert=str(cert.absolute()), key=str(key.absolute()), ca=str(ca.absolute()), name=name)
         settings._check()
         return settings
@@ -64,6 +66,17 @@ class TlsSettings:
         context = self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         context.verify_mode = ssl.CERT_REQUIRED
         context.sslobject_class = _Explaining
+        return context
+
+    def among_workers(self, *, server: bool) -> ssl.SSLContext:
+        """Return the context of one side of a link between two workers. Raises OSError if a file does not do.
+
+        Both have to show a certificate of the CA. For which name is not asked: workers are on all machines.
+        """
+        if server:
+            return self.server()
+        context = self.client()
+        context.check_hostname = False
         return context
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -143,54 +156,3 @@ class _Explaining(ssl.SSLObject):
         except ssl.SSLError as e:
             e.alert = self._unsent.read()  # type: ignore[attr-defined]
             raise
-
-
-class TlsClient:
-    """A client's TLS for threads: bytes in, bytes out. Whoever calls moves them to and from the socket.
-
-    ``ssl.SSLSocket`` cannot be read by one thread while another writes, which a worker does. ``name``: what the
-    server's certificate must be for. ``send`` is called with encrypted bytes, in their order.
-    """
-
-    def __init__(self, context: ssl.SSLContext, name: str, send: Callable[[bytes], None]) -> None:
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
-        self._send = send
-        self._lock = threading.Lock()  # OpenSSL takes one call at a time
-
-    def handshake(self, receive: Callable[[], bytes]) -> None:
-        """Do the handshake with bytes that ``receive()`` waits for. Raises ``ssl.SSLError`` or another OSError."""
-        while True:
-            try:
-                self._tls.do_handshake()
-                return
-            except ssl.SSLWantReadError:
-                self._flush()
-                self._incoming.write(receive())
-            finally:
-                self._flush()  # a certificate, or the alert that tells the server why not
-
-    def write(self, data: bytes) -> None:
-        """Encrypt and send."""
-        with self._lock:
-            self._tls.write(data)
-            self._flush()
-
-    def read(self, received: bytes) -> bytes:
-        """Return what these received bytes decrypt to: nothing as long as a record is not whole."""
-        found = bytearray()
-        with self._lock:
-            self._incoming.write(received)
-            try:
-                while part := self._tls.read(65536):
-                    found += part
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLZeroReturnError:  # closed by the other side; the socket says so too
-                pass
-            self._flush()
-        return bytes(found)
-
-    def _flush(self) -> None:
-        if data := self._outgoing.read():
-            self._send(data)

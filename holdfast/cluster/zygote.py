@@ -1,7 +1,8 @@
 """The zygote: a process that has imported torch and forks workers.
 
 A fresh interpreter needs more than a second to import torch; a fork of the zygote is ready in milliseconds. The zygote
-stays single-threaded, because forking a process with threads is not safe.
+stays single-threaded, because forking a process with threads is not safe. ``--preload`` names further modules that it
+imports (``preload.py``).
 """
 
 from __future__ import annotations
@@ -9,25 +10,31 @@ from __future__ import annotations
 import json
 import logging
 import os
-import runpy
 import select
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
-from holdfast import logs
-from holdfast.cluster import descriptors, signals, stacks
+from holdfast import logs, titles
+from holdfast.cluster import descriptors, preload, signals, stacks
 from holdfast.cluster import lifeline as to_agent
 from holdfast.cluster.pulse import PULSE
-from holdfast.errors import HoldfastError
+from holdfast.cluster.user_script import length_of_output, run_script, text_of
+from holdfast.errors import HoldfastError, wants_traceback
 
 Order = dict[str, Any]
 
 
-def serve(agent: socket.socket) -> None:
-    """Fork a worker for each order of the agent, and report each worker's end. Return when the agent is gone."""
+def serve(agent: socket.socket, further: Sequence[str] = (), folder: str = "") -> None:
+    """Fork a worker for each order of the agent, and report each worker's end. Return when the agent is gone.
+
+    ``further``: modules to import first; ``folder``: the script's, where some of them may be.
+    """
     warm_up()
+    if further and not _preload(agent, further, folder):
+        return
     children: dict[int, int] = {}  # pidfd → pid
     _report(agent, {"ready": os.getpid()})
     while True:
@@ -46,6 +53,31 @@ def serve(agent: socket.socket) -> None:
             pid = _fork(json.loads(data), descriptors[0], agent, children)
             os.close(descriptors[0])
             children[os.pidfd_open(pid)] = pid
+
+
+def _preload(agent: socket.socket, names: Sequence[str], folder: str) -> bool:
+    """Import further modules; return False if one of them cannot be, which the agent is told.
+
+    One that leaves threads behind is told too. Then this process begins anew without it: orders that wait in the socket
+    stay there.
+    """
+    try:
+        preload.load_all(names, folder)
+    except preload.Unfit as e:
+        _report(agent, e.report)
+        return False
+    except preload.Threaded as e:
+        _report(agent, e.report)
+        rest = [name for name in names if name != e.name]
+        os.set_inheritable(agent.fileno(), True)
+        os.execv(sys.executable, command_line(agent.fileno(), rest, folder))
+    return True
+
+
+def command_line(agent: int, further: Sequence[str], folder: str) -> list[str]:
+    """Return the command that starts a zygote. ``agent``: the descriptor of the socket to its agent."""
+    words = [sys.executable, "-m", "holdfast.cluster.zygote", str(agent), json.dumps([*further]), folder]
+    return words + titles.filler(words)
 
 
 def warm_up() -> None:
@@ -90,10 +122,10 @@ def run_worker(order: Order, lifeline: int) -> int:
     _become_worker(order, lifeline)
     from holdfast.cluster.client import Stopped
     from holdfast.cluster.membership import GIVEN_UP
-    from holdfast.run.run import farewell, leave, release
+    from holdfast.run.process import farewell, leave, release
 
     try:
-        _run_script(order["module"])
+        run_script(order["module"])
         farewell()
         to_agent.report("finished")  # so that an agent that was asked to leave knows that all is done
         return 0
@@ -104,21 +136,23 @@ def run_worker(order: Order, lifeline: int) -> int:
         return int(e.code or 0)
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
-        _tell_agent(lifeline, {"text": f"the script exited with {e.code!r}", "code": code, "final": False})
+        to_agent.fail(text=f"the script exited with {e.code!r}", code=code, final=False)
         leave()
         release()  # the run may end with it; if the others go on, they take the lease again
         return code
     except HoldfastError as e:
+        said = length_of_output()
+        if wants_traceback():
+            traceback.print_exc()
         logging.getLogger(__name__).error(e)
-        error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True, "shown": True, "refused": e.refused}
-        _tell_agent(lifeline, error)
+        to_agent.fail(text=f"holdfast: {e}", code=e.exit_code, final=True, shown_from=said, refused=e.refused)
         if not e.refused:  # the run ends
             release()
         return e.exit_code
-    except BaseException:
-        text = traceback.format_exc()
+    except BaseException as e:
+        said, text = length_of_output(), text_of(e)
         sys.stderr.write(text + "\n")  # the script's own error, as Python shows it
-        _tell_agent(lifeline, {"text": text[-8000:], "code": 1, "final": False, "shown": True})
+        to_agent.fail(text=text[-8000:], code=1, final=False, shown_from=said)
         leave()
         release()
         return 1
@@ -136,6 +170,7 @@ def _become_worker(order: Order, lifeline: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(order["environment"], HOLDFAST_LIFELINE=str(lifeline))
+    titles.set_title(f"worker {order['worker']}", order["arguments"][0])
     os.chdir(order["folder"])
     descriptors.raise_limit()
     logs.show()
@@ -145,30 +180,11 @@ def _become_worker(order: Order, lifeline: int) -> None:
     sys.argv = list(order["arguments"])
 
 
-def _run_script(module: bool) -> None:
-    """Run the script or module in ``sys.argv``. ``sys.exit(0)`` in it is a normal end."""
-    try:
-        if module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as e:
-        if e.code not in (None, 0):
-            raise
-
-
-def _tell_agent(lifeline: int, error: dict[str, Any]) -> None:
-    """Report the error that ends this worker to its agent."""
-    with socket.socket(fileno=os.dup(lifeline)) as line:
-        line.sendall(json.dumps(error).encode())
-
-
 if __name__ == "__main__":
     # The zygote ends when the agent's socket closes.
     signals.leave_to_agent()
+    titles.set_title("zygote")
     try:
-        serve(socket.socket(fileno=int(sys.argv[1])))
+        serve(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]), sys.argv[3])
     except ConnectionError:
         pass  # the agent has ended

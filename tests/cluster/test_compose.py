@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from holdfast.cluster.compose import compose, first_generation, judge_error
-from holdfast.cluster.membership import Standing, worker_order
+from holdfast.cluster import compose as compose_module
+from holdfast.cluster.compose import compose, first_generation, first_members, judge_error
+from holdfast.cluster.membership import Standing, machine_of, worker_order
 from holdfast.commit.settle import judge, settle
 from tests.standings import lost_units, standing
 
@@ -236,3 +237,13 @@ def test_a_copy_that_broke_off_is_no_begin() -> None:
     assert lost_units([standing(operation=3, held=(0,), units=2), standing()]) == [1]
     assert lost_units([standing(operation=3, held=(), units=2)]) == [0, 1]
     assert lost_units([standing(operation=0, held=(), units=2)]) == [], "all there is are initial states"
+
+
+def test_choosing_the_first_members_looks_at_each_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of thousands that begins again from its checkpoint must not take longer than a heartbeat for it."""
+    asked: list[str] = []
+    monkeypatch.setattr(compose_module, "machine_of", lambda name: asked.append(name) or machine_of(name))
+    names = [f"{host}.{n}" for host in range(9) for n in range(9)]
+    chosen = first_members(waiting=names, slots=dict.fromkeys(range(8), 8))
+    assert chosen == [f"{host}.{n}" for host in range(8) for n in range(8)]
+    assert len(asked) == len(names)

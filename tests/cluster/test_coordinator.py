@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
@@ -9,10 +10,12 @@ import time
 import pytest
 
 from holdfast.cluster import wire
+from holdfast.cluster.desk import Desk
 from tests import warm
 
 TOKEN = "the right token of sixteen characters and more"
-AGENT = {"role": "agent", "host": None, "agent": "a test", "slots": 0, "begun": False, "finished": False}
+AGENT = {"host": None, "agent": "a test", "slots": 0, "begun": False, "finished": False, "over": 0, "run": False}
+AGENT |= {"stays": False, **Desk(beat=1.0).hello(0.0)}
 
 
 @pytest.mark.parametrize("strangers", [0, 128, 1100])
@@ -28,12 +31,7 @@ def test_peers_get_in_at_their_first_try_among_silent_strangers(strangers: int) 
             wait_until_it_serves(listener.getsockname())
             held = [socket.create_connection(listener.getsockname()) for _ in range(strangers)]
             for _ in range(10):
-                line = wire.Line(listener.getsockname(), TOKEN, AGENT)
-                messages = line.waiting()
-                while not messages:
-                    messages = line.receive()
-                assert messages[0]["type"] == "welcome"
-                line.close()
+                assert asyncio.run(first_words(listener.getsockname()))["type"] == "welcome"
             for stranger in held:
                 stranger.close()
         finally:
@@ -41,10 +39,19 @@ def test_peers_get_in_at_their_first_try_among_silent_strangers(strangers: int) 
             coordinator.wait()
 
 
+async def first_words(address: tuple[str, int]) -> wire.Message:
+    """Connect as an agent; return what the coordinator says first."""
+    reader, writer = await wire.connect(address, TOKEN, lambda: AGENT)
+    try:
+        return wire.decode(await asyncio.wait_for(reader.readline(), 20))
+    finally:
+        writer.close()
+
+
 def wait_until_it_serves(address: tuple[str, int]) -> None:
     for _ in range(50):
         try:
-            wire.Line(address, TOKEN, AGENT).close()
+            asyncio.run(first_words(address))
             return
         except OSError:  # it is still starting
             time.sleep(0.1)

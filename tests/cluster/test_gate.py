@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast.cluster import descriptors, gate, handshake, wire
+from holdfast.cluster import descriptors, door, handshake, wire
 from holdfast.cluster.gate import Gate
 
 TOKEN = "the right token of sixteen characters and more"
@@ -56,7 +56,7 @@ class Crowd:
 
 
 async def settle(made: Gate, strangers: int) -> None:
-    while len(made._strangers) != strangers:
+    while len(made.door.strangers) != strangers:
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)  # and until the gate has heard what they say
 
@@ -101,24 +101,21 @@ def test_a_stranger_costs_less_than_a_kibibyte(said: bytes) -> None:
 def test_peers_get_in_and_are_heard_among_more_strangers_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(gate, "STRANGERS", 200)
+    monkeypatch.setattr(door, "STRANGERS", 200)
 
     async def scene() -> list[wire.Message]:
         async with opened() as (made, address, hellos):
-            early = await asyncio.to_thread(wire.Line, address, TOKEN, {"worker": "early"})
+            peers = [await wire.connect(address, TOKEN, lambda: {"worker": "early"})]
             crowd = Crowd(address)
             flood = asyncio.create_task(crowd.come(700, said))
-            reader, writer = await wire.connect(address, TOKEN, {"worker": "among them"})
+            peers.append(await wire.connect(address, TOKEN, lambda: {"worker": "among them"}))
             await flood
             await settle(made, 200)
-            late = await asyncio.to_thread(wire.Line, address, TOKEN, {"worker": "late"})
-            for line in (early, late):
-                line.send({"said": 1})
-                assert await asyncio.to_thread(line.receive) == [{"said": 1}]
-                line.close()
-            writer.write(wire.encode({"said": 2}))
-            assert wire.decode(await reader.readline()) == {"said": 2}
-            writer.close()
+            peers.append(await wire.connect(address, TOKEN, lambda: {"worker": "late"}))
+            for reader, writer in peers:
+                writer.write(wire.encode({"said": 1}))
+                assert wire.decode(await reader.readline()) == {"said": 1}
+                writer.close()
             crowd.leave()
             return hellos
 
@@ -128,7 +125,7 @@ def test_peers_get_in_and_are_heard_among_more_strangers_than_there_is_room_for(
 
 @pytest.mark.usefixtures("patient")
 def test_the_oldest_stranger_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "STRANGERS", 3)
+    monkeypatch.setattr(door, "STRANGERS", 3)
 
     async def scene() -> list[bool]:
         async with opened() as (made, address, _):
@@ -175,10 +172,10 @@ def test_peers_get_in_when_the_descriptors_are_used_up(monkeypatch: pytest.Monke
             await settle(made, 40)  # one has gone, this one has come
             for other in held:
                 other.close()
-            line = await asyncio.to_thread(wire.Line, address, TOKEN, {"worker": "late"})
+            _, writer = await wire.connect(address, TOKEN, lambda: {"worker": "late"})
             while not hellos:  # the gate reads it a moment after it was sent
                 await asyncio.sleep(0.01)
-            line.close()
+            writer.close()
             peer.close()
             crowd.leave()
             return hellos

@@ -52,6 +52,11 @@ def test_the_grace_is_what_the_schedulers_environment_says(number: int, end: str
     assert seconds_of(number, {"SLURM_JOB_END_TIME": end} if end else {}, now=1000.0) == seconds
 
 
+def test_sigterm_is_as_far_ahead_as_slurm_has_told() -> None:
+    known = {"HOLDFAST_SIGTERM_GRACE": "8", "SLURM_JOB_END_TIME": "1120"}
+    assert [seconds_of(number, known, now=1000.0) for number in (signal.SIGTERM, signal.SIGUSR1)] == [8.0, 120.0]
+
+
 @pytest.mark.parametrize(("seconds", "deadline"), [(30.0, 128.0), (2.0, 101.5)])
 def test_a_margin_is_kept_back(seconds: float, deadline: float) -> None:
     assert departure(seconds=seconds).deadline == deadline

@@ -1,74 +1,85 @@
-"""Partitions as the roster sees them, the choice of a side, and unanswered calls as the kernel lists them."""
+"""Partitions as the roster sees them, and the choice of a side."""
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-from holdfast.cluster import reach
 from holdfast.cluster.generations import TRIES
 from holdfast.cluster.membership import GIVEN_UP
 from holdfast.cluster.partition import REFUSALS, side_that_stays
 from holdfast.cluster.register import Sent
-from tests.cluster.test_roster import Table, logged, to
+from tests.cluster.table import Table, logged
 from tests.standings import standing
 
 
 def two_machines(*, slots: tuple[int, int] = (2, 1), **settings: Any) -> Table:
-    """Machine 0 with workers 0.0 …, on connections 0 …; machine 1 with 1.0 …, on 10 …."""
-    table = Table(0, maximum_hosts=2, minimum_hosts=2, **settings)
-    table.agent(100, slots=slots[0])
-    table.agent(101, agent="b", slots=slots[1])
-    for number in range(slots[0]):
-        table.worker(number)
-    for number in range(slots[1]):
-        join(table, number)
+    """Machine 0 with workers 0.0 …; machine 1 with 1.0 …."""
+    table = Table(None, maximum_hosts=2, minimum_hosts=2, **settings)
+    for machine in (0, 1):
+        table.agent(machine, slots=slots[machine])
+    for machine in (0, 1):
+        for number in range(slots[machine]):
+            table.worker(f"{machine}.{number}")
     return table
 
 
-def join(table: Table, number: int) -> list[Sent]:
-    return table.worker(number, connection=10 + number, worker=f"1.{number}", incarnation=f"b {number}", host="1")
-
-
-def complain(table: Table, connection: int, *unreached: str) -> list[Sent]:
-    return table.show(connection, operation=5, broken=True, unreached=unreached)
+def complain(table: Table, name: str, *unreached: str) -> list[Sent]:
+    return table.show(name, operation=5, broken=True, unreached=unreached)
 
 
 def test_a_complaint_keeps_the_smaller_side_out() -> None:
     table = two_machines()
-    complain(table, 10, "0.0", "0.1")
-    complain(table, 0)
-    sent = complain(table, 1)
+    complain(table, "1.0", "0.0", "0.1")
+    complain(table, "0.0")
+    sent = complain(table, "0.1")
     assert table.roster.members == ["0.0", "0.1"]
-    assert [m["code"] for r, m in sent if r == 10] == [GIVEN_UP]
+    assert table.code("1.0") == GIVEN_UP
     assert "partition" in logged(sent)
 
 
 def test_a_machine_that_is_kept_out_is_tried_again_later() -> None:
     table = two_machines(patience=1000.0)
-    for connection in (0, 1):
-        complain(table, connection)
-    complain(table, 10, "0.0")
-    sent = join(table, 1)
-    assert "pause" not in to(sent, 0), "its new worker waits"
-    everybody = (0, 1, 11, 100, 101)
-    assert "pause" not in to(table.wait(50.0, *everybody), 0)
-    assert "pause" in to(table.wait(20.0, *everybody), 0), "the network may be mended by now"
+    for name in ("0.0", "0.1"):
+        complain(table, name)
+    complain(table, "1.0", "0.0")
+    table.die("1.0", GIVEN_UP)
+    table.news("0.0")
+    table.worker("1.1")
+    table.wait(50.0)
+    assert "pause" not in table.news("0.0"), "its new worker waits"
+    table.wait(20.0)
+    assert "pause" in table.news("0.0"), "the network may be mended by now"
+
+
+def test_a_run_that_needs_the_machine_tries_it_again_before_it_ends() -> None:
+    table = two_machines(patience=30.0)
+    for name in ("0.0", "0.1"):
+        complain(table, name)
+    complain(table, "1.0", "0.0")
+    table.die("1.0", GIVEN_UP)
+    table.worker("1.1")
+    table.wait(20.0)
+    assert "pause" in table.news("0.0")
+    for name in ("0.0", "0.1"):
+        table.show(name, operation=6, boundary=True)
+    assert table.roster.members == ["0.0", "0.1", "1.1"]
+    table.commit("0.0", 7)
+    table.wait(60.0)
+    assert not table.roster.stopped
 
 
 def test_a_run_that_needs_the_machine_ends_and_says_why() -> None:
-    table = two_machines()
-    for connection in (0, 1):
-        complain(table, connection)
-    complain(table, 10, "0.0")
-    sent = table.wait(60.0, 0, 1, 100, 101)
-    (stop,) = [m for r, m in sent if r == 0 and m["type"] == "stop"]
-    assert stop["code"] == 3
+    table = two_machines(patience=30.0)
+    for name in ("0.0", "0.1"):
+        complain(table, name)
+    complain(table, "1.0", "0.0")
+    sent = table.wait(60.0)
+    (stop,) = [m for r, m in sent if r == 100 and m["type"] == "stop"]
+    assert stop["code"] == table.code("0.0") == 3
     assert "others cannot reach 1" in stop["message"]
 
 
@@ -79,10 +90,10 @@ def test_the_same_workers_are_not_put_together_for_ever() -> None:
         if table.roster.stopped:
             break
         for number in range(2):
-            table.show(number, operation=5, broken=True)
-        table.wait(2.0, 0, 1, 100)
+            table.show(f"0.{number}", operation=5, broken=True)
+        table.wait(2.0)
     assert table.roster.stopped
-    (stop,) = [m for r, m in table.sent if r == 0 and m["type"] == "stop"]
+    (stop,) = [m for r, m in table.sent if r == 100 and m["type"] == "stop"]
     assert "could not work together 20 times" in stop["message"]
 
 
@@ -90,10 +101,9 @@ def test_a_commit_begins_the_count_anew() -> None:
     table = Table(2, patience=30.0)
     for _ in range(2 * TRIES):
         for number in range(2):
-            table.show(number, operation=5, broken=True)
-        assert table.roster.generation is not None
-        table.hear(0, "progress", generation=table.roster.generation.name, operation=6)
-        table.wait(2.0, 0, 1, 100)
+            table.show(f"0.{number}", operation=5, broken=True)
+        table.commit("0.0", 6)
+        table.wait(2.0)
     assert not table.roster.stopped
 
 
@@ -101,9 +111,9 @@ def test_a_machine_that_refuses_another_again_and_again_is_kept_out() -> None:
     """Now and then, it may only have given the generation up before the other had."""
     table = two_machines(patience=1000.0)
     for times in range(1, REFUSALS + 1):
-        table.show(10, operation=5, broken=True, refused=("0.0",))
-        for connection in (0, 1):
-            sent = table.show(connection, operation=5, broken=True)
+        table.show("1.0", operation=5, broken=True, refused=("0.0",))
+        for name in ("0.0", "0.1"):
+            sent = table.show(name, operation=5, broken=True)
         assert ("partition" in logged(sent)) == (times == REFUSALS)
     assert table.roster.members == ["0.0", "0.1"]
 
@@ -112,37 +122,37 @@ def test_a_machine_that_refuses_another_again_and_again_is_kept_out() -> None:
 
 
 def test_a_machine_that_was_asked_to_leave_before_the_begin_has_no_members() -> None:
-    """Its workers are still connected: they end a moment later."""
-    table = Table(0, maximum_hosts=2)
-    table.agent(100, slots=2)
-    table.agent(101, agent="b", slots=1)
+    """Its workers are still there: they end a moment later."""
+    table = Table(None, maximum_hosts=2)
+    table.agent(0, slots=2)
+    table.agent(1)
     for number in range(2):
-        table.worker(number)
-    table.hear(100, "slots", slots=0)
+        table.worker(f"0.{number}")
+    table.hear(0, "slots", slots=0)
     assert table.roster.generation is None
-    join(table, 0)
+    table.worker("1.0")
     assert table.roster.members == ["1.0"]
 
 
 def test_nobody_left_forms_no_generation() -> None:
-    table = Table(0, maximum_hosts=2)
-    table.agent(100, slots=2)
-    table.worker(0)
-    table.hear(100, "slots", slots=0)
-    table.worker(1)
-    table.close(0)
-    table.wait(20.0, 1, 100)
+    table = Table(None, maximum_hosts=2)
+    table.agent(0, slots=2)
+    table.worker("0.0")
+    table.hear(0, "slots", slots=0)
+    table.worker("0.1")
+    table.die("0.0", 0, finished=False)
+    table.wait(20.0)
     assert table.roster.generation is None
     assert "generation" not in logged(table.sent)
 
 
 def test_a_run_whose_hosts_all_leave_before_the_begin_waits_only_for_its_patience() -> None:
-    table = Table(0, maximum_hosts=2, minimum_hosts=2)
-    table.agent(100, slots=1)
-    table.agent(101, agent="b", slots=1)
-    table.worker(0)
-    table.hear(101, "slots", slots=0)
-    sent = table.wait(60.0, 0, 100, 101)
+    table = Table(None, maximum_hosts=2, minimum_hosts=2)
+    table.agent(0)
+    table.agent(1)
+    table.worker("0.0")
+    table.hear(1, "slots", slots=0)
+    sent = table.wait(60.0)
     assert [m["code"] for r, m in sent if r == 100 and m["type"] == "stop"] == [3]
 
 
@@ -181,44 +191,9 @@ def test_many_machines_are_decided_soon(machines: int) -> None:
 
 def test_a_complaint_about_somebody_who_is_gone_counts_for_nothing() -> None:
     table = two_machines()
-    table.close(10)
-    table.close(101)
-    for connection in (0, 1):
-        sent = complain(table, connection, "1.0")
+    table.close(1)
+    for name in ("0.0", "0.1"):
+        sent = complain(table, name, "1.0")
     assert "partition" not in logged(sent)
     assert table.roster.members == ["0.0", "0.1"]
     assert standing(unreached=("1.0",)).unreached == ("1.0",)
-
-
-# --- calls -----------------------------------------------------------------------------------------------
-
-
-def test_a_call_that_nobody_answers_is_found() -> None:
-    """A listener whose queue is full answers no further call, as a machine that is gone."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        callers = [socket.socket() for _ in range(4)]
-        for caller in callers:
-            caller.setblocking(False)
-            caller.connect_ex(server.getsockname())
-        inodes = {f"socket:[{_inode(caller)}]" for caller in callers}
-        assert reach.calling(inodes) == {server.getsockname()}
-        assert reach.calling(set()) == set(), "calls of others are not ours"
-        for caller in callers:
-            caller.close()
-
-
-def _inode(caller: socket.socket) -> int:
-    return os.fstat(caller.fileno()).st_ino
-
-
-def test_an_address_of_the_other_family() -> None:
-    assert reach._address("0000000000000000FFFF00000200000A") == "10.0.0.2"
-    assert reach._address("00000000000000000000000001000000") == "::1"
-
-
-def test_a_call_that_is_answered_in_between_begins_anew() -> None:
-    calls = reach.Calls(seconds=5.0)
-    assert calls.look({"a"}, 0.0) == calls.look(set(), 4.0) == calls.look({"a"}, 6.0) == set()
-    assert calls.look({"a"}, 11.0) == {"a"}

@@ -1,13 +1,15 @@
-"""A worker's seat: what it says after a reconnect, and that a generation is over once."""
+"""A worker's seat: what it says and hears, and that a generation is over once."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
+from holdfast.cluster.announce import announce
 from holdfast.cluster.membership import Generation, Member, Standing
-from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
+from holdfast.cluster.seat import Next, Over, Seat, Stop
+
+LOST = {"type": "line", "lost": "head:1"}
+BACK = {"type": "line", "lost": ""}
 
 
 def generation(number: int) -> Generation:
@@ -21,37 +23,21 @@ def seat() -> Seat:
 
 
 def enter(seat: Seat, number: int) -> None:
-    news = seat.hear({"type": "generation", "generation": generation(number).to_json()})
+    news = seat.hear(announce(generation(number), seat.generation))
     assert isinstance(news, Next)
+    assert news.generation.number == seat.number == number
 
 
-def test_the_hello_of_a_new_worker_knows_nothing(seat: Seat) -> None:
+def test_the_hello_of_a_worker_says_who_it_is(seat: Seat) -> None:
     hello = seat.hello()
-    assert (hello["role"], hello["worker"], hello["host"], hello["label"]) == ("worker", "0.0", "0", {"what": "a test"})
-    assert (hello["generation"], hello["standing"], hello["finished"], hello["committed"]) == (None, None, False, False)
-
-
-def test_the_hello_after_a_reconnect_says_all_that_counts(seat: Seat) -> None:
-    """Another coordinator may hear it, which knows nothing of this worker."""
-    enter(seat, 3)
-    seat.formed()
-    seat.progressed(generation(3), 7)
-    assert seat.disconnected() is None, "training can do without the coordinator"
-    hello = seat.hello()
-    assert hello["generation"] == generation(3).to_json()
-    assert hello["committed"]
-    assert hello["standing"] is None
-    seat.show(Standing(operation=8, broken=True))
-    assert seat.hello()["standing"] == Standing(operation=8, broken=True).to_json()
-    seat.finished()
-    assert seat.hello()["finished"]
+    assert (hello["type"], hello["worker"], hello["host"], hello["label"]) == ("came", "0.0", "0", {"what": "a test"})
 
 
 def test_a_standing_is_answered_by_the_next_generation(seat: Seat) -> None:
     assert seat.show(Standing(operation=2))["generation"] == ""
     enter(seat, 1)
-    assert seat.hello()["standing"] is None
-    assert seat.number == 1
+    assert seat.standing is None
+    assert seat.show(Standing(operation=3))["generation"] == "1/"
 
 
 def test_a_generation_is_over_once(seat: Seat) -> None:
@@ -64,27 +50,18 @@ def test_a_generation_is_over_once(seat: Seat) -> None:
     assert seat.hear({"type": "regroup", "number": 3}) == Over(number=3)
 
 
-def test_a_generation_that_was_forming_is_over_with_the_connection(seat: Seat) -> None:
-    """Addresses may have been lost with it. That too is said once."""
+def test_a_generation_that_was_forming_is_over_with_the_coordinator(seat: Seat) -> None:
+    """Others may not have heard of it. That too is said once."""
     enter(seat, 1)
-    assert seat.disconnected() == Over(number=1)
-    assert seat.disconnected() is None
+    assert seat.hear(LOST) == Over(number=1)
+    assert seat.coordinator == "head:1"
+    assert seat.hear(LOST) is None
+    assert seat.hear(BACK) is None
+    assert seat.coordinator == ""
     assert seat.hear({"type": "regroup", "number": 1}) is None
     enter(seat, 2)
     seat.formed()
-    assert seat.disconnected() is None
-
-
-def test_what_is_put_into_a_store_comes_out(seat: Seat) -> None:
-    enter(seat, 4)
-    said = seat.put(generation(4), "address of 0", b"\x00\xff")
-    assert seat.hear(said) == Value(generation=4, key="address of 0", value=b"\x00\xff")
-
-
-def test_an_address_of_another_generation_with_the_same_number_is_not_taken(seat: Seat) -> None:
-    enter(seat, 4)
-    other = dataclasses.replace(generation(4), life="another coordinator")
-    assert seat.hear(seat.put(other, "address of 0", b"")) is None
+    assert seat.hear(LOST) is None, "training can do without the coordinator"
 
 
 def test_wishes_are_of_the_present_generation(seat: Seat) -> None:
@@ -92,7 +69,7 @@ def test_wishes_are_of_the_present_generation(seat: Seat) -> None:
     seat.hear({"type": "pause", "number": 1})
     assert seat.wishes() == (True, False)
     enter(seat, 2)
-    seat.leave = True
+    seat.hear({"type": "leave"})
     assert seat.wishes() == (False, True)
 
 

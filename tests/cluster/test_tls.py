@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def serve(settings: TlsSettings | None, dialogue: Callable[[Address], Awaitable[
 
 
 async def in_asyncio(address: Address, settings: TlsSettings | None) -> Any:
-    reader, writer = await wire.connect(address, TOKEN, {"worker": "0.1"}, settings)
+    reader, writer = await wire.connect(address, TOKEN, lambda: {"worker": "0.1"}, settings)
     try:
         writer.write(wire.encode({"said": "secret words"}))
         return wire.decode(await reader.readline())
@@ -53,22 +52,7 @@ async def in_asyncio(address: Address, settings: TlsSettings | None) -> Any:
         writer.close()
 
 
-async def in_a_thread(address: Address, settings: TlsSettings | None) -> Any:
-    def talk() -> Any:
-        line = wire.Line(address, TOKEN, {"worker": "0.1"}, settings)
-        try:
-            line.send({"said": "secret words"})
-            found = line.waiting()
-            while not found:
-                found = line.receive()
-            return found[0]
-        finally:
-            line.close()
-
-    return await asyncio.to_thread(talk)
-
-
-clients = pytest.mark.parametrize("client", [in_asyncio, in_a_thread])
+clients = pytest.mark.parametrize("client", [in_asyncio])
 
 
 @clients
@@ -177,7 +161,9 @@ def test_a_peer_that_never_finishes_its_tls_keeps_nobody_out(
 
     answer, hellos = serve(certificates.settings("head", "ca"), dialogue)
     assert answer == {"said": "secret words"}
-    assert hellos == [{"worker": "0.1"}]
+    # One or more: on a busy machine an attempt's second may end after its hello was heard, and it is made again.
+    assert hellos
+    assert all(hello == {"worker": "0.1"} for hello in hellos)
 
 
 def test_renewed_certificates_are_taken_and_half_renewed_ones_are_not(
@@ -218,7 +204,7 @@ def test_nothing_readable_crosses_the_wire(certificates: Certificates) -> None:
                 await asyncio.gather(pump(reader, onward[1]), pump(onward[0], writer))
 
             async with await asyncio.start_server(relay, "127.0.0.1", 0) as between:
-                return await in_a_thread(between.sockets[0].getsockname(), mine)
+                return await in_asyncio(between.sockets[0].getsockname(), mine)
 
         assert serve(settings, dialogue)[0] == {"said": "secret words"}
         return bytes(seen)
@@ -227,34 +213,6 @@ def test_nothing_readable_crosses_the_wire(certificates: Certificates) -> None:
     seen = relayed(certificates.settings("head", "ca"), certificates.settings("other", "ca"))
     assert b"secret words" not in seen
     assert b"0.1" not in seen
-
-
-def test_one_thread_reads_while_others_write(certificates: Certificates) -> None:
-    """As a worker does: its side thread listens, and the training thread tells. Large messages go both ways."""
-    number, text = 60, "x" * 50_000
-
-    def talk(address: Address) -> list[int]:
-        line = wire.Line(address, TOKEN, {}, certificates.settings("other", "ca"))
-
-        def write(begin: int) -> None:
-            for count in range(begin, begin + number):
-                line.send({"number": count, "text": text})
-
-        writers = [threading.Thread(target=write, args=(begin,)) for begin in (0, number)]
-        for writer in writers:
-            writer.start()
-        found: list[int] = []
-        while len(found) < 2 * number:
-            messages = line.receive()
-            assert all(message["text"] == text for message in messages)
-            found += [message["number"] for message in messages]
-        for writer in writers:
-            writer.join()
-        line.close()
-        return found
-
-    found, _ = serve(certificates.settings("head", "ca"), lambda address: asyncio.to_thread(talk, address))
-    assert sorted(found) == list(range(2 * number))
 
 
 # --- files -----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def with_server(dialogue: Dialogue) -> tuple[Any, list[Any]]:
         listener = socket.create_server(("127.0.0.1", 0))
         async with Gate(listener, token=TOKEN, admitted=admitted) as gate:
             result = await asyncio.wait_for(dialogue(listener.getsockname()), 20)
-            while gate._strangers or gate._tasks:  # lets the server come to its verdict
+            while gate.door.strangers or gate._tasks:  # lets the server come to its verdict
                 await asyncio.sleep(0.005)
             return result
 
@@ -62,20 +62,13 @@ async def send_raw(address: Address, data: bytes) -> bytes:
 
 def in_asyncio(token: str) -> Dialogue:
     async def dialogue(address: Address) -> None:
-        _, writer = await wire.connect(address, token, {"worker": "0.1"})
+        _, writer = await wire.connect(address, token, lambda: {"worker": "0.1"})
         writer.close()
 
     return dialogue
 
 
-def in_a_thread(token: str) -> Dialogue:
-    async def dialogue(address: Address) -> None:
-        (await asyncio.to_thread(wire.Line, address, token, {"worker": "0.1"})).close()
-
-    return dialogue
-
-
-clients = pytest.mark.parametrize("client", [in_asyncio, in_a_thread])
+clients = pytest.mark.parametrize("client", [in_asyncio])
 
 
 @clients
@@ -173,11 +166,11 @@ def test_a_server_that_is_no_coordinator_is_a_connection_error(client: Any, gree
 
 def test_a_silent_server_does_not_hold_a_client_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(TimeoutError):
-            wire.Line(silent.getsockname(), TOKEN, {})
-        with pytest.raises(ConnectionError, match="no holdfast coordinator"):
-            asyncio.run(wire.connect(silent.getsockname(), TOKEN, {}))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(ConnectionError, match="no holdfast coordinator"),
+    ):
+        asyncio.run(wire.connect(silent.getsockname(), TOKEN, dict))
 
 
 def test_a_server_that_drips_does_not_hold_a_client_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +183,8 @@ def test_a_server_that_drips_does_not_hold_a_client_for_ever(monkeypatch: pytest
             await asyncio.sleep(0.1)
 
     async def dialogue(address: Address) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.to_thread(wire.Line, address, TOKEN, {})
+        with pytest.raises(ConnectionError, match="no holdfast coordinator"):
+            await wire.connect(address, TOKEN, dict)
 
     asyncio.run(with_impostor(connected, dialogue))
 
@@ -320,14 +313,12 @@ def test_what_comes_with_the_last_byte_of_the_handshake_is_not_lost() -> None:
         writer.write(b'rd": 3}\n')
         writer.close()
 
-    def talk(address: Address) -> list[Any]:
-        line = wire.Line(address, TOKEN, {})
-        found = line.waiting()
-        line.send({"go": "on"})
-        while len(found) < 3:
-            found += line.receive()
-        line.close()
+    async def talk(address: Address) -> list[Any]:
+        reader, writer = await wire.connect(address, TOKEN, dict)
+        writer.write(wire.encode({"go": "on"}))
+        found = [wire.decode(await reader.readline()) for _ in range(3)]
+        writer.close()
         return found
 
-    found = asyncio.run(with_impostor(connected, lambda address: asyncio.to_thread(talk, address)))
+    found = asyncio.run(with_impostor(connected, talk))
     assert found == [{"first": 1}, {"second": 2}, {"third": 3}]

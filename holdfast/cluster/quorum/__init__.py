@@ -1,0 +1,1 @@
+"""The coordinator as a role that any agent can hold, elected through etcd. docs/cluster.md describes it for users."""
