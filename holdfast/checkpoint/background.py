@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import thread as _pools  # noqa: F401 - must have registered its own end before ours
 from pathlib import Path
 
+from holdfast.checkpoint import places
+
 LONGEST_SECONDS = 3600.0  # without a byte written, at the end of the process: longer than any flush of a disk's cache
 LOOK_SECONDS = 1.0  # between two looks at the bytes written
 
@@ -80,12 +82,12 @@ def _wait_while_it_writes(work: Work) -> None:
 
 
 def _bytes_written() -> int:
-    """Return the bytes that this process has written to files so far; 0 where the kernel does not tell."""
+    """Return the bytes that this process has written to files and stores so far; 0 where the kernel does not tell."""
     try:
         counts = Path("/proc/self/io").read_text()
     except OSError:
-        return 0
-    return int(counts.partition("wchar: ")[2].partition("\n")[0])
+        return places.sent.bytes
+    return int(counts.partition("wchar: ")[2].partition("\n")[0]) + places.sent.bytes
 
 
 # Not atexit: by then Python has closed the pools of threads that writing needs. Callbacks run last in, first out,

@@ -16,11 +16,12 @@ import torch
 
 from holdfast import codec
 from holdfast.checkpoint import index
-from holdfast.checkpoint.disk import Bytes, Progress, explained, silent, sync_folder, write_blocks
+from holdfast.checkpoint.disk import Bytes, Progress, explained, make_folder, silent, sync_folder, write_blocks
 from holdfast.checkpoint.formats import deepspeed_universal_write, format_of, recognise
 from holdfast.checkpoint.formats.output import appearing
 from holdfast.checkpoint.formats.torchsave import in_model_order
-from holdfast.checkpoint.pieces import NUMPY, Catalogue, DataFile, Ref, TensorEntry, dense, entry_of, name_of
+from holdfast.checkpoint.pieces import NUMPY, Catalogue, DataFile, Ref, TensorEntry, dense, entry_of, name_of, path_of
+from holdfast.checkpoint.places import Place, Remote
 from holdfast.checkpoint.safetensors_writer import Array, Image
 from holdfast.checkpoint.tensor_reader import Want, flat_wants, read
 from holdfast.checkpoint.trees import dicts, groups_of, refs
@@ -34,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(
-    catalogue: Catalogue, path: Path, to: str, *, overwrite: bool = False, progress: Progress = silent
+    catalogue: Catalogue, path: Place, to: str, *, overwrite: bool = False, progress: Progress = silent
 ) -> list[str]:
     """Writes a checkpoint in another format, whole or not at all.
 
@@ -50,6 +51,9 @@ def convert(
     []
     """
     lost = left_behind(catalogue, to)
+    if isinstance(path, Remote):
+        _to_store(catalogue, path, to, overwrite=overwrite, progress=progress)
+        return lost
     writer = write if to == "holdfast" else format_of(to).write
     with explained(path, "create"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +66,19 @@ def convert(
     return lost
 
 
-def check_destination(path: Path, source: Path, *, overwrite: bool) -> bool:
+def _to_store(catalogue: Catalogue, path: Remote, to: str, *, overwrite: bool, progress: Progress) -> None:
+    """Writes a checkpoint of our own format into an object store; its index, which comes last, replaces an old one."""
+    if to != "holdfast":
+        hint = "convert it into a folder, and copy that"
+        raise UsageError(f"{path} is in an object store, and {to} cannot be written there", hint=hint)
+    check_destination(path, catalogue.root, overwrite=overwrite)
+    with explained(path, "write"):
+        make_folder(path)
+    made = _write_into(catalogue, path, progress, index.version_in(path))
+    index.clean(path, keep=made.files)
+
+
+def check_destination(path: Place, source: Place, *, overwrite: bool) -> bool:
     """Whether ``path`` is free; False if a checkpoint is there that is to be replaced, ``UsageError`` otherwise."""
     with explained(path, "read"):
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -102,7 +118,8 @@ def select(catalogue: Catalogue, sections: Sequence[str]) -> Catalogue:
     tree = {key: node for key, node in catalogue.tree.items() if key in sections}
     used = {ref.name for ref in refs(tree)}
     tensors = {name: entry for name, entry in catalogue.tensors.items() if name in used}
-    chosen = replace(catalogue, tree=tree, tensors=tensors)
+    digests = {name: one for name, one in catalogue.digests.items() if path_of(name)[0] in sections}
+    chosen = replace(catalogue, tree=tree, tensors=tensors, digests=digests)
     return chosen if "model" in sections else replace(chosen, tied={}, frozen=(), buffers=())
 
 
@@ -118,7 +135,8 @@ def cast(catalogue: Catalogue, name: str) -> Catalogue:
         key: replace(entry, dtype=DTYPES[name]) if key in model and entry.dtype.is_floating_point else entry
         for key, entry in catalogue.tensors.items()
     }
-    return replace(catalogue, tensors=tensors)
+    known = {name: one for name, one in catalogue.digests.items() if name not in model}
+    return replace(catalogue, tensors=tensors, digests=known)
 
 
 def left_behind(catalogue: Catalogue, to: str) -> list[str]:
@@ -144,6 +162,8 @@ def left_behind(catalogue: Catalogue, to: str) -> list[str]:
     marked = [("frozen parameter", catalogue.frozen), ("buffer", catalogue.buffers)]
     marks = [count(len(names), noun) for noun, names in marked if names and to != "deepspeed-universal"]
     lost += [f"the marks of {' and '.join(marks)}"] if marks else []
+    if absent := catalogue.left_out:
+        lost.append(f"the digests of {count(len(absent), 'frozen weight')}, as {absent[0]} (they are not in it)")
     return lost
 
 
@@ -197,29 +217,35 @@ def _section(key: str, node: Any) -> str:
 
 def write(catalogue: Catalogue, path: Path, *, progress: Progress = silent) -> None:
     """Writes a checkpoint of our own format, as ``save`` does, from another checkpoint."""
+    with appearing(path) as unfinished:
+        with explained(unfinished, "create"):
+            unfinished.mkdir()
+        _write_into(catalogue, unfinished, progress)
+
+
+def _write_into(catalogue: Catalogue, folder: Place, progress: Progress, replaces: str = "") -> Catalogue:
+    """Writes data files and index into a folder; returns what the index says."""
     tree, dropped = keepable(catalogue.tree)
     save = index.new_id()
     writer = f"holdfast ckpt convert on {socket.gethostname()}"
     files: dict[str, DataFile] = {}
     tensors: dict[str, TensorEntry] = {}
-    with appearing(path) as unfinished:
-        with explained(unfinished, "create"):
-            unfinished.mkdir()
-        for number, names in enumerate(_shared_out(catalogue)):
-            file = index.data_name(save, number)
-            image, fill = _image(catalogue, names)
-            sums = write_blocks(unfinished / file, image.size, fill, progress=progress)
-            files[file] = DataFile(bytes=image.size, checksums=sums, writer=writer)
-            for name in names:
-                old = catalogue.tensors[name]
-                stored = dense(file=file, offset=image.offsets[name], dtype=old.dtype, shape=old.shape)
-                tensors[name] = entry_of(stored)
-        left_out = [*catalogue.details.get("left_out", ()), *dropped]
-        kept = {key: catalogue.details[key] for key in ("ranks",) if key in catalogue.details}
-        details = {**kept, "converted_from": catalogue.format, **({"left_out": left_out} if left_out else {})}
-        tensors = {name: tensors[name] for name in catalogue.tensors}
-        made = replace(catalogue, root=unfinished, tensors=tensors, tree=tree, files=files, details=details)
-        index.commit(made, save)
+    for number, names in enumerate(_shared_out(catalogue)):
+        file = index.data_name(save, number)
+        image, fill = _image(catalogue, names)
+        sums = write_blocks(folder / file, image.size, fill, progress=progress)
+        files[file] = DataFile(bytes=image.size, checksums=sums, writer=writer)
+        for name in names:
+            old = catalogue.tensors[name]
+            stored = dense(file=file, offset=image.offsets[name], dtype=old.dtype, shape=old.shape)
+            tensors[name] = entry_of(stored)
+    left_out = [*catalogue.details.get("left_out", ()), *dropped]
+    kept = {key: catalogue.details[key] for key in ("ranks",) if key in catalogue.details}
+    details = {**kept, "converted_from": catalogue.format, **({"left_out": left_out} if left_out else {})}
+    tensors = {name: tensors[name] for name in catalogue.tensors}
+    made = replace(catalogue, root=folder, tensors=tensors, tree=tree, files=files, details=details)
+    index.commit(made, save, replaces=replaces)
+    return made
 
 
 def _shared_out(catalogue: Catalogue) -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.checkpoint.diff_tensors import Pair, Tally, compare
 from holdfast.checkpoint.disk import Progress, silent
-from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry
+from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry, path_of
 from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.checkpoint.trees import Leaves, groups_of, leaf_name, leaves, shape_text
 from holdfast.codec import dtype_name
@@ -175,8 +175,18 @@ class Comparison:
                 self.pairs.append(pair)
             else:
                 self.result.rows.append(Row(name=name, kind="shape", a=shape_text(x.shape), b=shape_text(y.shape)))
+        self._left_out()
         self._only("only in A", left, right)
         self._only("only in B", right, left)
+
+    def _left_out(self) -> None:
+        """Compares frozen weights that neither checkpoint holds, by their digests."""
+        for name in (name for name in self.a.left_out if name in self.b.left_out):
+            if path_of(name)[0] in self.result.sections and (same := _same_content(self.a, self.b, name)) is not True:
+                if same is None:
+                    self.result.notes.append(f"{name} is in neither, and was cut otherwise: not compared")
+                else:
+                    self.result.rows.append(Row(name=name, kind="value", a="frozen, left out", b="other weights"))
 
     def _only(self, kind: str, here: Leaves, there: Leaves) -> None:
         """Notes what only one side has. A second name of a tensor that both sides have is no difference."""
@@ -263,3 +273,13 @@ def _text(value: Any) -> str:
 
 def _numel(entry: TensorEntry) -> int:
     return math.prod(entry.shape)
+
+
+def _same_content(a: Catalogue, b: Catalogue, name: str) -> bool | None:
+    """Whether two checkpoints that hold no copy of a frozen tensor had the same; None if their digests cannot tell."""
+    x, y = a.digests[name], b.digests[name]
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
+    if [box for box, _ in x.boxes] != [box for box, _ in y.boxes]:
+        return None
+    return x.boxes == y.boxes

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
+from holdfast.checkpoint.places import Bytes as Bytes
+from holdfast.checkpoint.places import Place, Remote
 from holdfast.errors import CheckpointError
 
 BLOCK = 4 << 20  # bytes; measured: smaller ones cost calls, larger ones fall out of the processor's cache
@@ -30,7 +32,6 @@ THREADS = 4  # enough to keep the disk's queue filled while one thread copies an
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # a file system where a file has one name only
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]  # is called with the number of bytes that have been done since the last call
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ def in_parallel(work: Callable[[T], None], items: Sequence[T], threads: int = TH
 
 
 @contextmanager
-def explained(path: Path, doing: str) -> Iterator[None]:
+def explained(path: Place, doing: str) -> Iterator[None]:
     """Turns an ``OSError`` inside the ``with`` block into a ``CheckpointError`` that names the file.
 
     ``doing`` is a verb for the sentence: "read", "write", "create" …
@@ -129,11 +130,25 @@ def explained(path: Path, doing: str) -> Iterator[None]:
     except FileNotFoundError as e:
         raise CheckpointError(f"{path} does not exist", hint="was the checkpoint moved or deleted?") from e
     except PermissionError as e:
-        raise CheckpointError(f"no right to {doing} {path}", hint="check the folder's owner and mode") from e
+        raise CheckpointError(f"no right to {doing} {path}{_reason(path, e)}", hint=_rights(path)) from e
+    except (FileExistsError, NotADirectoryError) as e:
+        hint = "is a file where the folder should be? choose another folder"
+        raise CheckpointError(f"cannot {doing} {path}: {e.strerror}", hint=hint) from e
     except OSError as e:
         if e.errno in _FULL:
-            raise CheckpointError(f"the disk is full: cannot {doing} {path}", hint="free some space") from e
+            full = "store" if isinstance(path, Remote) else "disk"
+            raise CheckpointError(f"the {full} is full: cannot {doing} {path}", hint="free some space") from e
         raise CheckpointError(f"cannot {doing} {path}: {e.strerror}") from e
+
+
+def _reason(path: Place, error: OSError) -> str:
+    return f": {error.strerror}" if isinstance(path, Remote) else ""
+
+
+def _rights(path: Place) -> str:
+    if isinstance(path, Remote):
+        return f"check the credentials, and what they may do in the bucket {path.bucket}"
+    return "check the folder's owner and mode"
 
 
 def open_direct(path: Path, flags: int) -> int:
@@ -160,7 +175,7 @@ def is_cached(fd: int, offset: int) -> bool:
 
 
 def write_blocks(
-    path: Path,
+    path: Place,
     size: int,
     fill: Callable[[int, int, Bytes], Bytes],
     *,
@@ -174,6 +189,9 @@ def write_blocks(
     half of it is left.
     """
     sums = [""] * len(blocks_of(size))
+    if isinstance(path, Remote):
+        _write_to_store(path, size, fill, sums, progress, threads)
+        return tuple(sums)
     with explained(path, "write"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -200,6 +218,21 @@ def write_blocks(
     return tuple(sums)
 
 
+def _write_to_store(
+    path: Remote, size: int, fill: Callable[[int, int, Bytes], Bytes], sums: list[str], progress: Progress, threads: int
+) -> None:
+    def part(begin: int, end: int) -> Bytes:
+        # Memory of its own: it is still on its way to the store when the next part is asked for.
+        data = fill(begin, end, np.empty(end - begin, dtype=np.uint8))[: end - begin]
+        for start in range(begin, end, BLOCK):
+            sums[start // BLOCK] = checksum(data[start - begin : min(start + BLOCK, end) - begin])
+        progress(end - begin)
+        return data
+
+    with explained(path, "write"):
+        path.write_blocks(size, part, threads)
+
+
 def _reserve(fd: int, size: int) -> None:
     """Reserves the room that a file will need, so that a full disk is noticed now and not half-way."""
     while size:
@@ -221,21 +254,34 @@ def _write_all(fd: int, data: Bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def read_exactly(fd: int, buffer: Bytes, start: int, stop: int, path: Path) -> None:
+def read_exactly(fd: int | Remote, buffer: Bytes, start: int, stop: int, path: Place) -> None:
     """Reads bytes [start, stop) of a file to the begin of a buffer; ``CheckpointError`` if the file is shorter.
 
     Past the page cache, ``start`` and the buffer must be multiples of ``ALIGN``.
     """
+    if isinstance(fd, Remote):
+        buffer[: stop - start] = read_object(fd, start, stop)
+        return
     view = buffer.data
     done = 0
     while start + done < stop:
         # Past the page cache a read has to ask for whole pages; at the end of the file it gets fewer bytes.
         got = os.preadv(fd, [view[done : round_up(stop - start)]], start + done)
         if got == 0:
-            raise CheckpointError(
-                f"{path} ends at byte {start + done}, but its data goes on to {stop}", hint="the file is truncated"
-            )
+            raise _truncated(path, start + done, stop)
         done += got
+
+
+def read_object(path: Remote, start: int, stop: int) -> Bytes:
+    """Reads bytes [start, stop) of an object; ``CheckpointError`` if it is shorter."""
+    found = path.read_range(start, stop)
+    if len(found) < stop - start:
+        raise _truncated(path, start + len(found), stop)
+    return found
+
+
+def _truncated(path: Place, end: int, stop: int) -> CheckpointError:
+    return CheckpointError(f"{path} ends at byte {end}, but its data goes on to {stop}", hint="the file is truncated")
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -250,8 +296,10 @@ def write_durably(path: Path, content: bytes) -> None:
         os.close(fd)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable; the fsync of a file does not."""
+def sync_folder(path: Place) -> None:
+    """Makes the names in a folder durable; the fsync of a file does not. In a store they always are."""
+    if isinstance(path, Remote):
+        return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -259,8 +307,14 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def make_folder(path: Path) -> None:
-    """Makes a folder, and the missing ones above it, with durable names."""
+def make_folder(path: Place) -> None:
+    """Makes a folder, and the missing ones above it, with durable names.
+
+    A store has no folders to make: it is asked, once, whether it can be written and is fit for checkpoints.
+    """
+    if isinstance(path, Remote):
+        path.store.refuse_if_unfit(path)
+        return
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -270,7 +324,7 @@ def make_folder(path: Path) -> None:
 _discarding: list[threading.Thread] = []  # removals that go on in the background
 
 
-def discard(paths: Iterable[Path]) -> None:
+def discard(paths: Iterable[Place]) -> None:
     """Removes files that are of no use. One that cannot be removed stays, and the next save tries again."""
     for path in paths:
         try:
@@ -279,7 +333,7 @@ def discard(paths: Iterable[Path]) -> None:
             pass
 
 
-def discard_later(paths: Sequence[Path]) -> None:
+def discard_later(paths: Sequence[Place]) -> None:
     """Does :func:`discard` in the background: freeing a gigabyte takes a third of the time of writing it."""
     _discarding[:] = [thread for thread in _discarding if thread.is_alive()]
     if paths:

@@ -13,13 +13,15 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from holdfast import codec
+from holdfast.checkpoint.digests import from_json, to_json
 from holdfast.checkpoint.disk import (
     BLOCK,
     NO_LINKS,
@@ -31,18 +33,23 @@ from holdfast.checkpoint.disk import (
     sync_folder,
     write_durably,
 )
-from holdfast.checkpoint.inside import check_inside, read_begin, read_regular
-from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Shape, TensorEntry, dense, whole
+from holdfast.checkpoint.inside import read_begin, read_regular
+from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Digested, Piece, Ref, Shape, TensorEntry, dense, whole
+from holdfast.checkpoint.places import Place, Remote
+from holdfast.checkpoint.s3_uploads import abort_uploads
 from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS
+from holdfast.checkpoint.shared_files import SHARING, check_file, folder_beside, is_shared
 from holdfast.checkpoint.tiling import sources, tiles
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, NoCheckpoint
 
+P = TypeVar("P", Path, Remote, Place)
 NAME = "index.json"
 LAST = 1 << 37  # seconds since 1970, about the year 6300: later times are in no calendar
-VERSION = 1  # of the format; a reader refuses any other
+VERSIONS = (1, 2)  # of the format that are read; 2 is written only where files are shared, which 1 cannot say
 _PREFIX = '{"xxh3":"%s","index":'
 _DATA = re.compile(r"data-[0-9a-f]{12}-\d+\.safetensors")
-_UNFINISHED = re.compile(r"\.(index-[0-9a-f]{12}|report-[0-9a-f]{12}-\d+)\.(json|unfinished)")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_UNFINISHED = re.compile(r"\.((index-[0-9a-f]{12}|report-[0-9a-f]{12}-\d+)\.(json|unfinished)|probe-[0-9a-f]{12})")
 
 
 def new_id() -> str:
@@ -55,6 +62,16 @@ def data_name(save: str, rank: int) -> str:
     return f"data-{save}-{rank}.safetensors"
 
 
+def save_of(name: str) -> str:
+    """The identifier of the save that a file is of, from the file's name.
+
+    >>> save_of("data-3f9a01c2b7d4-0.safetensors"), save_of(".index-3f9a01c2b7d4.json")
+    ('3f9a01c2b7d4', '3f9a01c2b7d4')
+    """
+    found = re.search(r"-([0-9a-f]{12})[-.]", name)
+    return found[1] if found else ""
+
+
 def report_name(save: str, rank: int) -> str:
     """The name of the file in which a worker of a run reports what it has written."""
     return f".report-{save}-{rank}.json"
@@ -63,32 +80,70 @@ def report_name(save: str, rank: int) -> str:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def commit(catalogue: Catalogue, save: str, *, guard: Callable[[], object] | None = None) -> None:
+def commit(catalogue: Catalogue, save: str, *, guard: Callable[[], object] | None = None, replaces: str = "") -> None:
     """Writes the index of a checkpoint whose data files are durable; ``save`` is its identifier.
 
     Until the rename in here the folder holds the old checkpoint, from then on the new one. ``guard`` is called just
     before and raises if this process may not commit any more; then an index that comes up after that is not replaced.
+    ``replaces``, for a store: the version of the index that this one replaces; empty: there must be none.
     Raises ``CheckpointError`` if the index cannot be written.
     """
     body = json.dumps(_describe(catalogue), separators=(",", ":"))
     text = f"{_PREFIX % _checksum(body.encode())}{body}}}".encode()
     folder = catalogue.root
+    if isinstance(folder, Remote):
+        _commit_to_store(catalogue, folder, save, text, guard, replaces)
+        return
     unfinished = folder / f".index-{save}.json"
-    try:
-        with explained(unfinished, "write"):
-            sync_folder(folder)  # makes the names of the data files durable before the index refers to them
-            write_durably(unfinished, text)
-        is_new = guard is not None and not exists(folder)
-        if guard is not None:
-            guard()
-    except Exception:
-        # Only before the rename: once it has been asked for, these files may be the only checkpoint there is.
-        discard([unfinished, *(folder / name for name in catalogue.files)])
-        raise
-    with explained(folder / NAME, "write"):
-        if not is_new or not _link(unfinished, folder / NAME):
-            os.replace(unfinished, folder / NAME)
-        sync_folder(folder)
+    shared = {name: file for name, file in catalogue.files.items() if is_shared(name)}
+    with SHARING if shared else nullcontext():
+        try:
+            with explained(unfinished, "write"):
+                # Makes the names of the data files durable before the index refers to them.
+                for place in (*([folder_beside(folder)] if shared else []), folder):
+                    sync_folder(place)
+                write_durably(unfinished, text)
+            for name, file in shared.items():
+                check_file(folder, name, file)
+            is_new = guard is not None and not exists(folder)
+            if guard is not None:
+                guard()
+        except Exception:
+            # Only before the rename: once it has been asked for, these files may be the only checkpoint there is. Of
+            # shared files only its own: others refer to the rest.
+            discard([unfinished, *(folder / name for name in catalogue.files if save in name)])
+            raise
+        with explained(folder / NAME, "write"):
+            if not is_new or not _link(unfinished, folder / NAME):
+                os.replace(unfinished, folder / NAME)
+            sync_folder(folder)
+
+
+def _commit_to_store(
+    catalogue: Catalogue, folder: Remote, save: str, text: bytes, guard: Callable[[], object] | None, replaces: str
+) -> None:
+    """Makes the index of a checkpoint in a store, unless somebody else makes it at the same moment.
+
+    It is created under the condition that there is none, or replaces exactly the one that was there. What was written
+    for it is removed only if it surely does not exist.
+    """
+    place = folder / NAME
+    own = [folder / name for name in catalogue.files if save in name]
+    shared = {name: file for name, file in catalogue.files.items() if is_shared(name)}
+    with SHARING if shared else nullcontext():
+        try:
+            for name, file in shared.items():
+                check_file(folder, name, file)
+            if guard is not None:
+                guard()
+        except Exception:
+            discard(own)
+            raise
+        with explained(place, "write"):
+            made = place.replace(text, replaces) if replaces else place.create(text)
+        if not made:
+            discard(own)
+            raise CheckpointError(f"somebody else has saved {folder} at the same moment: it is not replaced")
 
 
 def _link(unfinished: Path, path: Path) -> bool:
@@ -116,7 +171,7 @@ def _checksum(body: bytes) -> str:
 def _describe(catalogue: Catalogue) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(catalogue.files)}
     return {
-        "version": VERSION,
+        "version": 2 if any(map(is_shared, catalogue.files)) else 1,
         "block": BLOCK,
         "details": {**catalogue.details, "torch": torch.__version__, "saved": round(time.time(), 3)},
         "files": [
@@ -137,16 +192,17 @@ def _describe(catalogue: Catalogue) -> dict[str, Any]:
         "tied": dict(catalogue.tied),
         "frozen": list(catalogue.frozen),
         "buffers": list(catalogue.buffers),
+        **({"digests": {name: to_json(one) for name, one in catalogue.digests.items()}} if catalogue.digests else {}),
         "tree": codec.encode(catalogue.tree, lambda value: value.name if isinstance(value, Ref) else None, "tree"),
     }
 
 
-def clean(folder: Path, keep: Iterable[str] = ()) -> None:
+def clean(folder: Place, keep: Iterable[str] = ()) -> None:
     """Removes the files of unfinished or replaced saves from a folder, in the background, except those to keep."""
     discard_later(litter(folder, keep))
 
 
-def clean_before(folder: Path, save: str) -> None:
+def clean_before(folder: Place, save: str) -> None:
     """Removes files of killed saves before the save ``save`` needs the room.
 
     Raises ``CheckpointError`` if another program's ``index.json`` is there, which must not be replaced.
@@ -163,9 +219,10 @@ def clean_before(folder: Path, save: str) -> None:
     except CheckpointError:
         return  # the files of a checkpoint whose index is damaged may still be rescued
     discard_later([path for path in litter(folder, known) if save not in path.name])
+    abort_uploads(folder, lambda upload: bool(_DATA.fullmatch(upload.place.name)) and save not in upload.place.name)
 
 
-def litter(folder: Path, keep: Iterable[str] = ()) -> list[Path]:
+def litter(folder: P, keep: Iterable[str] = ()) -> list[P]:
     """The files in a folder that are named as saves name theirs, except those to keep."""
     with explained(folder, "read"):
         found = [path for path in folder.iterdir() if _DATA.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name)]
@@ -176,13 +233,22 @@ def litter(folder: Path, keep: Iterable[str] = ()) -> list[Path]:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def exists(folder: Path) -> bool:
+def version_in(folder: Place) -> str:
+    """The version of the index in a folder of a store, for ``commit``; empty if there is none, and on a disk."""
+    if not isinstance(folder, Remote):
+        return ""
+    with explained(folder / NAME, "read"), suppress(FileNotFoundError):
+        return folder.store.head(folder / NAME).version
+    return ""
+
+
+def exists(folder: Place) -> bool:
     """Whether a committed checkpoint is in a folder."""
     with explained(folder, "read"):
         return (folder / NAME).is_file()
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: Place) -> bool:
     """Whether a folder is a checkpoint of this format.
 
     One that has lost its index counts too: it must not be taken for a checkpoint of another format.
@@ -193,29 +259,43 @@ def recognise(path: Path) -> bool:
         return False
 
 
-def _is_ours(folder: Path, save: str = "") -> bool:
+def _is_ours(folder: Place, save: str = "") -> bool:
     """Whether a folder has data files of ours (except those of ``save``), or an index that begins as ours does."""
-    if any(_DATA.fullmatch(name) and not (save and save in name) for name in os.listdir(folder)):
+    if any(_DATA.fullmatch(name) and not (save and save in name) for name in _names_in(folder)):
         return True
     return (folder / NAME).is_file() and read_begin(folder / NAME, 9) == _PREFIX[:9].encode()
 
 
-def open(path: Path) -> Catalogue:
+def _names_in(folder: Place) -> list[str]:
+    """The names of what is in a folder. Raises ``OSError``."""
+    return [place.name for place in folder.iterdir()] if isinstance(folder, Remote) else os.listdir(folder)
+
+
+def open(path: Place) -> Catalogue:
     """The catalogue of a checkpoint.
 
     Raises ``CheckpointError`` if the index is damaged, or a data file is missing or has another size.
     """
     catalogue = read(path)
     for name, file in catalogue.files.items():
-        check_inside(path / name, path)
-        _check_file(path / name, file)
+        if file.checksums is None or len(file.checksums) != len(blocks_of(file.bytes)):
+            raise CheckpointError(f"{path / name} has no checksum for each of its blocks")
+        check_file(path, name, file)
     return catalogue
 
 
-def read(path: Path) -> Catalogue:
+def files_of(path: Place) -> list[str]:
+    """The names of a checkpoint's data files. Raises ``CheckpointError`` if the index is damaged."""
+    try:
+        return [str(file["name"]) for file in _parse(path / NAME)["files"]]
+    except (KeyError, TypeError) as e:
+        raise CheckpointError(f"{path / NAME} is not a valid index: {e!r:.400}") from e
+
+
+def read(path: Place) -> Catalogue:
     """The catalogue of a checkpoint, without a look at its data files (see :func:`open`)."""
     if not exists(path):
-        raise CheckpointError(f"{path} has no {NAME}", hint="a save that was not completed, or no checkpoint")
+        raise NoCheckpoint(f"{path} has no {NAME}", hint="a save that was not completed, or no checkpoint")
     index = _parse(path / NAME)
     try:
         return _catalogue(path, index)
@@ -225,7 +305,7 @@ def read(path: Path) -> Catalogue:
         raise CheckpointError(f"{path / NAME} is not a valid index: {e!r:.400}") from e
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Place) -> dict[str, Any]:
     with explained(path, "read"):
         text = read_regular(path, path.parent)
     length = len(_PREFIX % ("0" * 16))
@@ -238,20 +318,20 @@ def _parse(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     version = index.get("version") if isinstance(index, dict) else None
-    if version != VERSION:
+    if type(version) is not int or version not in VERSIONS:
         raise CheckpointError(
-            f"{path} has version {version}, this holdfast reads version {VERSION}",
+            f"{path} has version {version}, this holdfast reads {' and '.join(map(str, VERSIONS))}",
             hint="use the holdfast that wrote it, or a newer one",
         )
     return index
 
 
-def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
+def _catalogue(root: Place, index: Mapping[str, Any]) -> Catalogue:
     if index["block"] != BLOCK:
         raise ValueError(f"its blocks are {index['block']!r} bytes long, not {BLOCK}")
     names = [str(file["name"]) for file in index["files"]]
     for name in names:
-        if not _DATA.fullmatch(name):
+        if not _DATA.fullmatch(name) and not (index["version"] > 1 and is_shared(name)):
             raise ValueError(f"{name!r} is not the name of a data file")
     if len(set(names)) != len(names):
         raise ValueError("a data file is listed twice")
@@ -272,6 +352,7 @@ def _catalogue(root: Path, index: Mapping[str, Any]) -> Catalogue:
         tied=dict(zip(index["tied"], _texts(index["tied"].values()), strict=True)),
         frozen=_texts(index["frozen"]),
         buffers=_texts(index["buffers"]),
+        digests={name: _digested(name, item) for name, item in index.get("digests", {}).items()},
         details=_details(index["details"]),
     )
 
@@ -336,6 +417,19 @@ def _entry(name: str, item: Mapping[str, Any], names: list[str], files: Mapping[
     return TensorEntry(shape=shape, dtype=dtype, pieces=tuple(pieces))
 
 
+def _digested(name: str, item: Mapping[str, Any]) -> Digested:
+    """The digests of a frozen tensor, whose boxes must cover it exactly once."""
+    found = from_json(item)
+    _counts(found.shape)
+    for box, digest in found.boxes:
+        _counts((*box.offset, *box.shape))
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest!r:.50} is no digest of {name}")
+    if not tiles((box for box, _ in found.boxes), whole(found.shape)):
+        raise ValueError(_untiled(name, found.shape, [box for box, _ in found.boxes]))
+    return found
+
+
 def _untiled(name: str, shape: Shape, boxes: Sequence[Box]) -> str:
     """A sentence about boxes that do not cover a tensor exactly once; ``CheckpointError`` if they overlap wildly."""
     whole_rank = [box for box in boxes if len(box.offset) == len(box.shape) == len(shape)]
@@ -356,14 +450,3 @@ def _refuse_shared_bytes(tensors: Mapping[str, TensorEntry]) -> None:
     for (file, _, end, first), (other, start, _, second) in itertools.pairwise(places):
         if file == other and start < end:
             raise ValueError(f"a piece of {first} and one of {second} lie in the same bytes of {file}, at {start}")
-
-
-def _check_file(path: Path, file: DataFile) -> None:
-    if file.checksums is None or len(file.checksums) != len(blocks_of(file.bytes)):
-        raise CheckpointError(f"{path} has no checksum for each of its blocks")
-    with explained(path, "read"):
-        actual = path.stat().st_size
-    if actual != file.bytes:
-        raise CheckpointError(
-            f"{path} is {actual} bytes long, it was written with {file.bytes}", hint="the file is truncated or replaced"
-        )

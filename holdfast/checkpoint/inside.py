@@ -12,6 +12,7 @@ import stat
 from itertools import pairwise
 from pathlib import Path
 
+from holdfast.checkpoint.places import Place, Remote
 from holdfast.errors import CheckpointError
 
 FOLLOW = "HOLDFAST_FOLLOW_LINKS"  # a variable of the environment: 1 has links out of the folder followed
@@ -19,7 +20,7 @@ _CACHES = ("models--", "datasets--", "spaces--")  # begin the names of repositor
 _POINTER = 4096  # bytes of a file that names another one
 
 
-def check_inside(path: Path, root: Path) -> None:
+def check_inside(path: Place, root: Place) -> None:
     """Refuses a path that leads out of the folder ``root``, by links or by ``..``; ``CheckpointError`` says whereto.
 
     >>> import tempfile
@@ -31,8 +32,8 @@ def check_inside(path: Path, root: Path) -> None:
     ...     "leads out of" in str(error)
     True
     """
-    if os.environ.get(FOLLOW) == "1":
-        return
+    if os.environ.get(FOLLOW) == "1" or isinstance(path, Remote) or isinstance(root, Remote):
+        return  # an object is no link, and an index may only name data files
     try:
         real, top = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     except ValueError as error:  # a name with a zero byte
@@ -69,14 +70,16 @@ def open_regular(path: Path) -> int:
     raise CheckpointError(f"{path} is not an ordinary file", hint="do not trust this checkpoint")
 
 
-def read_regular(path: Path, root: Path) -> bytes:
+def read_regular(path: Place, root: Place) -> bytes:
     """The content of an ordinary file inside of ``root``."""
     check_inside(path, root)
     return read_begin(path, -1)
 
 
-def read_begin(path: Path, size: int) -> bytes:
-    """The first bytes of an ordinary file."""
+def read_begin(path: Place, size: int) -> bytes:
+    """The first bytes of an ordinary file, or of an object; all of them if ``size`` is negative."""
+    if isinstance(path, Remote):
+        return path.read_bytes() if size < 0 else path.read_range(0, size).tobytes()
     with open(open_regular(path), "rb") as file:
         return file.read(size)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from holdfast import codec
 from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry
+from holdfast.checkpoint.places import Place
 from holdfast.checkpoint.trees import bytes_of, groups_of, leaves, marks_of, some, step_of
 from holdfast.errors import UsageError
 
@@ -31,7 +31,7 @@ def matching(catalogue: Catalogue, pattern: str | None) -> dict[str, TensorEntry
     return found
 
 
-def to_json(catalogue: Catalogue, path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+def to_json(catalogue: Catalogue, path: Place, tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Everything about a checkpoint but its data; of its tensors, only those that are given."""
     marks = marks_of(catalogue)
     return {
@@ -46,6 +46,7 @@ def to_json(catalogue: Catalogue, path: Path, tensors: Mapping[str, TensorEntry]
         ],
         "tensors": [_tensor(name, entry, marks.get(name, [])) for name, entry in tensors.items()],
         "tied": catalogue.tied,
+        "frozen_left_out": catalogue.left_out,
         "values": {name: _plain(value) for name, value in values_of(catalogue).items()},
         "groups": {section: _plain(groups) for section, groups in groups_by_section(catalogue).items()},
     }

@@ -63,6 +63,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.disk import NO_LINKS, discard, explained, make_folder
+from holdfast.checkpoint.places import Place
 from holdfast.errors import CheckpointError
 from holdfast.processes import facts_of
 
@@ -266,10 +267,10 @@ def superseded(terms: Sequence[tuple[int, int | None]]) -> set[int]:
 
 
 class Chain:
-    """The files of a lease in the folder of a run."""
+    """The files of a lease in the folder of a run; ``lease_on_store`` has the one of an object store."""
 
-    def __init__(self, root: Path) -> None:
-        self.folder = root.absolute() / FOLDER
+    def __init__(self, root: Place) -> None:
+        self.folder: Place = root.absolute() / FOLDER
 
     def newest(self) -> Note | None:
         """Return the note with the highest number, None if there is none. Raises ``CheckpointError``."""
@@ -311,11 +312,7 @@ class Chain:
         Raises ``CheckpointError`` if the folder cannot be written, or is not there (see ``prepare``).
         """
         with explained(self.folder, "write"):
-            scratch = self._write(note.to_text())
-            try:
-                made = self._name(scratch, self._path(note.number), note.to_text())
-            finally:
-                discard([scratch])
+            made = self._create(self._path(note.number), note.to_text())
         if made and max(self._numbers(), default=note.number) > note.number:
             discard([self._path(note.number)])  # the chain has gone on since this worker has looked
             return False
@@ -327,8 +324,16 @@ class Chain:
         mine = [n for n in numbers if note.term < n < note.number]
         discard(self._path(number) for number in {*mine, *numbers[:-KEEP]})
 
+    def _create(self, place: Place, text: bytes) -> bool:
+        """Make a file of the chain with its content, unless its name is taken; return whether this worker has."""
+        scratch = self._write(text)
+        try:
+            return self._name(scratch, Path(place), text)
+        finally:
+            discard([scratch])
+
     def _write(self, text: bytes) -> Path:
-        path = self.folder / f".making-{secrets.token_hex(8)}"
+        path = Path(self.folder / f".making-{secrets.token_hex(8)}")
         with path.open("xb") as file:
             file.write(text)
             if text:  # a power cut must not leave a name without its content
@@ -354,7 +359,7 @@ class Chain:
 
     def _read(self, number: int) -> Note | None:
         try:
-            return Note.from_text(number, _bytes_of(self._path(number)))
+            return Note.from_text(number, self._content(self._path(number)))
         except FileNotFoundError:
             return None
         except OSError as e:
@@ -362,13 +367,19 @@ class Chain:
 
     def _numbers(self) -> list[int]:
         try:
-            return sorted(int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name)))
+            return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as e:
             raise CheckpointError(f"cannot read {self.folder}: {e.strerror}") from e
 
-    def _path(self, number: int) -> Path:
+    def _names(self) -> list[str]:
+        return os.listdir(self.folder)
+
+    def _content(self, place: Place) -> bytes:
+        return _bytes_of(Path(place))
+
+    def _path(self, number: int) -> Place:
         return self.folder / f"lease-{number:08d}.json"
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import formats, index, series
 from holdfast.checkpoint.disk import explained
 from holdfast.checkpoint.pieces import Catalogue
+from holdfast.checkpoint.places import Place, Remote
+from holdfast.checkpoint.shared_files import FOLDER, is_shared
 from holdfast.checkpoint.trees import bytes_of, step_of
 from holdfast.errors import CheckpointError, HoldfastError
 
@@ -23,14 +24,16 @@ class Found:
     """A checkpoint, or what an interrupted save has left of one.
 
     ``state`` is "complete", "not completed", or what is wrong with it; ``saved`` is in seconds since 1970; ``newest``
-    marks the one that a run would resume from.
+    marks the one that a run would resume from. ``bytes`` are those of its own files, ``shared`` those of files that
+    it shares with others.
     """
 
-    path: Path
+    path: Place
     format: str
     state: str = COMPLETE
     step: int | None = None
     bytes: int = 0
+    shared: int = 0
     tensors: int = 0
     files: int = 0
     saved: float = 0.0
@@ -42,9 +45,11 @@ class Found:
         return {**vars(self), "path": str(self.path), "saved": when}
 
 
-def find(root: Path) -> list[Found]:
+def find(root: Place) -> list[Found]:
     """The checkpoints in a folder and below it, by name and step. ``CheckpointError`` if the folder does not exist."""
-    if not root.exists():
+    with explained(root, "read"):
+        missing = not root.exists()
+    if missing:
         raise CheckpointError(f"{root} does not exist", hint="check the path")
     top = root.absolute()  # catalogues have absolute paths
     found = sorted(_below(top, DEPTH), key=lambda one: (one.path.parent, one.step or 0, one.path))
@@ -52,18 +57,20 @@ def find(root: Path) -> list[Found]:
     return [replace(one, path=_as_given(one.path, root), newest=one.path == newest) for one in found]
 
 
-def _as_given(path: Path, root: Path) -> Path:
+def _as_given(path: Place, root: Place) -> Place:
     top = root.absolute()
+    if isinstance(path, Remote) or isinstance(top, Remote):
+        return path
     return root / path.relative_to(top) if path.is_relative_to(top) else path
 
 
-def _newest(root: Path, complete: list[Found]) -> Path | None:
+def _newest(root: Place, complete: list[Found]) -> Place | None:
     """The checkpoint that a run would resume from; where there is no run, the one that was saved last."""
     last = max(complete, key=lambda one: one.saved, default=None)
     return series.newest(root) or (last.path if last and len(complete) > 1 else None)
 
 
-def _below(place: Path, depth: int) -> Iterator[Found]:
+def _below(place: Place, depth: int) -> Iterator[Found]:
     known = formats.recognise(place)
     if known == "holdfast" and not index.exists(place):
         yield _unfinished(place)
@@ -76,20 +83,25 @@ def _below(place: Path, depth: int) -> Iterator[Found]:
     yield from inside
 
 
-def _inside(place: Path, depth: int) -> Iterator[Found]:
+def _inside(place: Place, depth: int) -> Iterator[Found]:
     if not place.is_dir() or not depth:
         return
     with explained(place, "read"):
-        children = sorted(place.iterdir())
-    for child in children:
-        if not child.name.startswith(".") and not child.is_symlink():
+        children: list[Place] = [*place.iterdir()]
+    for child in sorted(children, key=str):
+        if not child.name.startswith(".") and not child.is_symlink() and not _is_shared_folder(child):
             try:
                 yield from [*_below(child, depth - 1)]
             except HoldfastError as error:  # one folder without rights must not hide the others
                 yield Found(path=child, format="", state=str(error), saved=_changed(child))
 
 
-def _describe(place: Path, known: str) -> Found:
+def _is_shared_folder(place: Place) -> bool:
+    """Whether a folder has the frozen weights of the checkpoints beside it."""
+    return place.name == FOLDER and not index.exists(place) and index.recognise(place)
+
+
+def _describe(place: Place, known: str) -> Found:
     try:
         catalogue = formats.open_checkpoint(place, format=known)
     except HoldfastError as error:
@@ -99,11 +111,16 @@ def _describe(place: Path, known: str) -> Found:
         path=root,
         format=known,
         step=step_of(catalogue),
-        bytes=bytes_of(catalogue),
+        bytes=bytes_of(catalogue) - _shared(catalogue),
+        shared=_shared(catalogue),
         tensors=len(catalogue.tensors),
         files=len(catalogue.files),
         saved=_saved(catalogue),
     )
+
+
+def _shared(catalogue: Catalogue) -> int:
+    return sum(file.bytes for name, file in catalogue.files.items() if is_shared(name))
 
 
 def _saved(catalogue: Catalogue) -> float:
@@ -114,14 +131,14 @@ def _saved(catalogue: Catalogue) -> float:
     return max((_changed(catalogue.root / name) for name in catalogue.files), default=0.0)
 
 
-def _changed(path: Path) -> float:
+def _changed(path: Place) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def _unfinished(place: Path) -> Found:
+def _unfinished(place: Place) -> Found:
     files = index.litter(place)
     name, _, number = place.name.rpartition("-")
     return Found(

@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 
 from holdfast import codec
 from holdfast.checkpoint.formats import open_checkpoint
+from holdfast.checkpoint.frozen_loading import FrozenCheck, left_out_of
 from holdfast.checkpoint.held import Held, held_of
 from holdfast.checkpoint.objects import (
     Absent,
     PartialModule,
     absent_in,
+    check_tree,
     clean,
     describe,
     is_plain,
@@ -33,8 +35,10 @@ from holdfast.checkpoint.objects import (
     unwrap,
 )
 from holdfast.checkpoint.optimizer_loading import fill_optimizer
-from holdfast.checkpoint.pieces import NUMPY, Catalogue, Ref, name_of, whole
+from holdfast.checkpoint.pieces import NUMPY, PER_RANK, Catalogue, Ref, name_of, whole
+from holdfast.checkpoint.places import Remote
 from holdfast.checkpoint.progress_bar import bar
+from holdfast.checkpoint.rank_values import PerRank, is_per_rank
 from holdfast.checkpoint.ranks import Ranks, current, together
 from holdfast.checkpoint.rules import Rules, parameter_of
 from holdfast.checkpoint.rules.hand_cut import Local, Plain, locals_of
@@ -42,13 +46,20 @@ from holdfast.checkpoint.safetensors_writer import bytes_of
 from holdfast.checkpoint.saving import join_saves
 from holdfast.checkpoint.tensor_reader import Want, find, read
 from holdfast.checkpoint.trees import is_optimizer, some
+from holdfast.checks import truth
 from holdfast.errors import CheckpointError, UsageError
 
 Path_ = tuple[Any, ...]
 
 
+def _check(into: dict[str, Any], **settings: object) -> None:
+    check_tree(into)
+    for name, value in settings.items():
+        truth(name, value)
+
+
 def load(
-    path: str | os.PathLike[str] | Catalogue,
+    path: str | os.PathLike[str] | Remote | Catalogue,
     into: dict[str, Any],
     *,
     strict: bool = True,
@@ -57,6 +68,7 @@ def load(
     ranks: Ranks | None = None,
     rules: Rules | None = None,
     place: Mapping[str, int] | None = None,
+    trainable_only: bool = False,
 ) -> dict[str, Any]:
     """Loads a checkpoint: fills modules, optimizers and tensors in place, sets values, and returns ``into``.
 
@@ -69,8 +81,11 @@ def load(
     that tied tensors differ in it, what was to be filled must not be used. ``group`` is the process group (default:
     all ranks), ``ranks`` replaces it by another way to talk.
 
-    Raises ``CheckpointError`` if the checkpoint is missing, damaged or does not fit ``into``, ``UsageError`` if
-    ``into`` cannot be filled.
+    ``trainable_only=True``, for a checkpoint that was saved so: parameters that were frozen at the save are not filled,
+    but compared with their digests, and refused if they are others. Make the base first, as it was then.
+
+    Raises ``NoCheckpoint`` if there is none, ``CheckpointError`` if it is damaged or does not fit ``into``,
+    ``UsageError`` if ``into`` cannot be filled.
 
     >>> import tempfile
     >>> from holdfast.checkpoint import save
@@ -80,27 +95,33 @@ def load(
     7
     """
     ranks = ranks or current(group)
+    together(ranks, "load", lambda: _check(into, strict=strict, cast=cast, trainable_only=trainable_only))
     # A save in the background: it may be what is loaded, and its ranks talk over the same group.
     together(ranks, "load", join_saves)
     opened = together(ranks, "load", lambda: path if isinstance(path, Catalogue) else open_checkpoint(path))
-    _refuse_different(ranks.exchange(_identity(opened)))
+    _refuse_different(ranks.exchange(_identity(opened, strict=strict, trainable_only=trainable_only)))
     layout = {} if rules is None else _layout(into, rules, place or {}, ranks)
-    filler = Filler(opened, cast=cast, layout=layout)
+    filler = Filler(opened, cast=cast, layout=layout, rank=ranks.rank, trainable_only=trainable_only)
     together(ranks, "load", lambda: filler.plan(into))
+    if trainable_only:
+        filler.frozen.report(ranks)
     if strict:
         filler.refuse_unexpected([json.loads(text) for text in ranks.exchange(json.dumps(filler.left).encode())])
     together(ranks, "load", filler.carry_out)
     return into
 
 
-def _identity(catalogue: Catalogue) -> bytes:
-    """A text that is equal on ranks that have opened the same checkpoint: our data files have unique names."""
+def _identity(catalogue: Catalogue, **settings: bool) -> bytes:
+    """A text that tells whether ranks have opened the same checkpoint, since our data files have unique names.
+
+    ``settings``: those by which ranks talk to each other, so they must be the same.
+    """
     files = {name: file.bytes for name, file in sorted(catalogue.files.items())}
-    return json.dumps([catalogue.format, str(catalogue.root), files]).encode()
+    return json.dumps([catalogue.format, str(catalogue.root), files, settings]).encode()
 
 
 def _refuse_different(said: Sequence[bytes]) -> None:
-    """Refuses ranks that have opened different checkpoints.
+    """Refuses ranks that have opened different checkpoints, or load them with different settings.
 
     A network file system may show an old state, and a folder's newest checkpoint may just have changed.
     """
@@ -108,6 +129,11 @@ def _refuse_different(said: Sequence[bytes]) -> None:
     for rank, other in enumerate(others, start=1):
         if first[0] != other[0] or first[2] != other[2]:
             raise CheckpointError(f"rank 0 has opened {first[1]}, but rank {rank} {other[1]}, which is another one")
+        for name, value in first[3].items():
+            if other[3][name] != value:
+                raise UsageError(
+                    f"{name} is {value} on rank 0, but {other[3][name]} on rank {rank}", hint="one for all"
+                )
 
 
 def _layout(into: dict[str, Any], rules: Rules, place: Mapping[str, int], ranks: Ranks) -> dict[str, Local]:
@@ -116,7 +142,7 @@ def _layout(into: dict[str, Any], rules: Rules, place: Mapping[str, int], ranks:
     Slots of optimizers do not exist yet: they go by their parameters.
     """
     models = {key: target for key, target in into.items() if not isinstance(target, Optimizer)}
-    held = together(ranks, "load", lambda: describe(models).held)
+    held = together(ranks, "load", lambda: describe(models, rank=ranks.rank).held)
     mine = {name: (codec.dtype_name(one.dtype), one.shape) for name, one in held.items() if not one.derived}
     said = [json.loads(text) for text in ranks.exchange(json.dumps([mine, place]).encode())]
     plain = [
@@ -131,11 +157,23 @@ class Filler:
     """A plan of one load: which boxes to read into which memory, and what to set once they are read.
 
     :meth:`plan` makes it and checks everything, :meth:`carry_out` reads and sets. ``layout`` says by rules what
-    plain tensors are parts of.
+    plain tensors are parts of, ``rank`` whose values of ``per_rank`` are taken. ``trainable_only``:
+    parameters that were frozen at the save are compared, not filled.
     """
 
-    def __init__(self, catalogue: Catalogue, *, cast: bool, layout: Mapping[str, Local]) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        cast: bool,
+        layout: Mapping[str, Local],
+        rank: int = 0,
+        trainable_only: bool = False,
+    ) -> None:
         self.catalogue = catalogue
+        self.rank = rank
+        self.trainable_only = trainable_only
+        self.frozen = FrozenCheck(catalogue)
         self.cast = cast
         self.layout = layout
         self.names: Mapping[int, Sequence[str]] = {}  # of parameters, by their ids
@@ -157,6 +195,7 @@ class Filler:
                 found = ", ".join(map(repr, self.catalogue.tree)) or "nothing"
                 raise CheckpointError(f"{self.catalogue.root} has no {key!r}", hint=f"it has {found}")
             self._set(into, key, self.fill(target, self.catalogue.tree[key], (key,)))
+        self.frozen.carry_out()
 
     def _ties(self, into: dict[str, Any]) -> dict[str, str]:
         """Tied names of the checkpoint that stand for the same tensor in every section that is filled here."""
@@ -200,6 +239,8 @@ class Filler:
         if isinstance(target, torch.Tensor | Absent):
             self.tensor(target, node, path)
             return target
+        if isinstance(target, PerRank):
+            return self._per_rank(target, node, path)
         if isinstance(target, dict) and target and (isinstance(node, dict) or _is_filled(target)):
             return self._dict(target, node, path)
         if isinstance(target, list | tuple) and any(map(_is_filled, target)):
@@ -220,10 +261,23 @@ class Filler:
         if isinstance(node, dict):
             if node.keys() == {NUMPY}:
                 return self.value(node[NUMPY]).numpy()  # the same memory: it will be filled
+            if is_per_rank(node):
+                return {int(rank): self.value(item) for rank, item in node[PER_RANK].items()}
             return {key: self.value(item) for key, item in node.items()}
         if isinstance(node, list | tuple):
             return type(node)(self.value(item) for item in node)
         return node
+
+    def _per_rank(self, target: PerRank, node: Any, path: Path_) -> Any:
+        if not is_per_rank(node):
+            raise CheckpointError(
+                f"{self.catalogue.root}: {name_of(path)} was saved for all ranks, not for each",
+                hint="save it with per_rank, or load it without",
+            )
+        mine = str(self.rank)
+        if mine not in node[PER_RANK]:  # there were fewer ranks
+            return target.value
+        return self.fill(target.value, node[PER_RANK][mine], (*path, PER_RANK, mine))
 
     def tensor(self, target: torch.Tensor | Absent, node: Any, path: Path_) -> None:
         """Plans to read the boxes of a tensor that this worker holds."""
@@ -245,6 +299,10 @@ class Filler:
     def _fitting(self, target: torch.Tensor | Absent, node: Any, path: Path_) -> tuple[str, Held]:
         name, root = name_of(path), self.catalogue.root
         if not isinstance(node, Ref):
+            if isinstance(node, dict) and PER_RANK in node:
+                raise CheckpointError(
+                    f"{root}: {name} is a value of each rank", hint="mark it with per_rank(…) here too"
+                )
             raise CheckpointError(f"{root}: {name} is not a tensor in the checkpoint, but {node!r}")
         entry = find(self.catalogue, node.name)
         held = target.held if isinstance(target, Absent) else self._held(target, path)
@@ -298,12 +356,14 @@ class Filler:
         # state, hooks) are given to its load_state_dict. Tied names share memory, and are filled once.
         own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers(), *filter(None, part.absent.values()))}
         memory = {name: memory_of(target) for name, target in targets.items() if id(target) in own}
-        known = {memory[name] for name in memory if name in node} - {None}
+        frozen = self._frozen(targets, node, path)
+        known = {memory[name] for name in memory if name in node or name in frozen} - {None}
         # A second name of a tied weight need not be there: its first one fills it.
         self.refuse_missing([name for name in targets if name not in node and memory.get(name) not in known], path)
-        self.leave([name for name in node if name not in targets and name not in self.tied], path)
+        gone = [name for name in left_out_of(self.catalogue, path) if name not in targets]
+        self.leave([name for name in [*node, *gone] if name not in targets and name not in self.tied], path)
         filled: dict[Any, Ref] = {}
-        for name in (name for name in targets if name in node):
+        for name in (name for name in targets if name in node and name not in frozen):
             if name not in memory:
                 if name not in part.absent:
                     self._through(inner, name, node[name])
@@ -312,6 +372,25 @@ class Filler:
                 filled[memory[name]] = node[name]
             elif node[name] != filled[memory[name]]:
                 self.copy(targets[name], node[name], (*path, name))
+
+    def _frozen(self, targets: Mapping[str, Any], node: dict[str, Any], path: Path_) -> set[str]:
+        """The names of a module that were frozen at the save and are compared; without ``trainable_only`` none.
+
+        Raises ``CheckpointError`` if they are not in the checkpoint, and not to be compared either.
+        """
+        saved = {name: self.catalogue.digests.get(name_of((*path, name))) for name in targets}
+        found = {name for name, digested in saved.items() if digested is not None}
+        if self.trainable_only:
+            for name in found:
+                held = target.held if isinstance(target := targets[name], Absent) else self._held(target, (*path, name))
+                self.frozen.add(name_of((*path, name)), held)
+            return found
+        if absent := [name for name in found if name not in node]:
+            raise CheckpointError(
+                f"{self.catalogue.root}: {name_of(path)} was saved without its frozen weights, {some(sorted(absent))}",
+                hint="make the base as it was then, and load with trainable_only=True",
+            )
+        return set()
 
     def _through(self, module: nn.Module, name: str, node: Any) -> None:
         """Plans to hand a value to the module's ``load_state_dict``: extra state, and values that its hooks make."""
@@ -350,4 +429,4 @@ def _is_filled(target: Any) -> bool:
         return any(map(_is_filled, target.values()))
     if isinstance(target, list | tuple):
         return any(map(_is_filled, target))
-    return isinstance(target, torch.Tensor | Absent | PartialModule) or hasattr(target, "load_state_dict")
+    return isinstance(target, torch.Tensor | Absent | PartialModule | PerRank) or hasattr(target, "load_state_dict")

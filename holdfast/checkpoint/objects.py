@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.disk import checksum
 from holdfast.checkpoint.held import Held, held_of
-from holdfast.checkpoint.pieces import NUMPY, Ref, name_of
+from holdfast.checkpoint.pieces import NUMPY, PER_RANK, Ref, name_of
+from holdfast.checkpoint.rank_values import PerRank
 from holdfast.checkpoint.safetensors_writer import bytes_of
+from holdfast.checkpoint.trees import refs
 from holdfast.errors import UsageError
 
 # Parts that torch.compile and activation checkpointing put into the names of parameters.
@@ -60,7 +62,8 @@ class PartialModule:
 class Described:
     """Description of what this worker saves: a tree with a ``Ref`` for each tensor, and the parts it holds of each.
 
-    ``tied`` leads from second names to first ones; ``frozen`` and ``buffers`` are names in the model.
+    ``tied`` leads from second names to first ones; ``frozen`` and ``buffers`` are names in the model. ``still`` has the
+    names of tensors that are frozen parameters, and ``left_out`` those of them that are not in the tree.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -71,22 +74,36 @@ class Described:
     leading: set[str] = field(default_factory=set)  # tensors that may differ between workers: the first one's counts
     # Parameters and slots. They are equal copies, unless a script has cut them by hand: samples are enough to tell.
     sampled: set[str] = field(default_factory=set)
+    still: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
 
 
-def describe(tree: Mapping[str, Any]) -> Described:
+def check_tree(tree: object) -> None:
+    """Raise ``UsageError`` if what is to be saved or loaded is no dict."""
+    if not isinstance(tree, Mapping):
+        raise UsageError(
+            f"a {type(tree).__name__} is no dict of what a checkpoint holds", hint="as in {'model': model}"
+        )
+
+
+def describe(tree: Mapping[str, Any], *, rank: int = 0, trainable_only: bool = False) -> Described:
     """Describes a tree of modules, optimizers, objects with a state_dict, tensors and values.
 
-    Raises ``UsageError`` for a value that cannot be saved, and for two tensors of one name.
+    ``rank``: of this worker, for values that each has for itself. ``trainable_only``: trained modules without their
+    frozen parameters. Raises ``UsageError`` for a value that cannot be saved, and for two tensors of one name.
 
     >>> described = describe({"model": nn.Linear(2, 1), "step": 7})
     >>> sorted(described.held), described.tree["step"]
     (['model/bias', 'model/weight'], 7)
     """
-    walker = _Walker(names=parameter_names(tree), absent=absent_in(tree))
+    check_tree(tree)
+    walker = _Walker(names=parameter_names(tree), absent=absent_in(tree), rank=rank)
     for key in tree:
         if not isinstance(key, str):
             raise UsageError(f"the key {key!r} is a {type(key).__name__}", hint="name what is saved by text")
     walker.out.tree = {key: walker.walk(value, (key,)) for key, value in tree.items()}
+    if trainable_only:
+        walker.leave_frozen_out()
     return walker.out
 
 
@@ -133,6 +150,8 @@ def absent_in(tree: Any) -> frozenset[int]:
 def _modules(tree: Any) -> Iterator[PartialModule]:
     if isinstance(tree, nn.Module | PartialModule):
         yield PartialModule.of(tree)
+    elif isinstance(tree, PerRank):
+        yield from _modules(tree.value)
     elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from _modules(value)
@@ -189,12 +208,16 @@ def is_plain(optimizer: Optimizer) -> bool:
 class _Walker:
     """Walks through a tree and collects a description of it."""
 
-    def __init__(self, names: Mapping[int, Sequence[str]], absent: Collection[int]) -> None:
+    def __init__(self, names: Mapping[int, Sequence[str]], absent: Collection[int], rank: int) -> None:
         self.names = names
         self.absent = absent
+        self.rank = rank
         self.out = Described()
         self._seen: dict[tuple[Any, ...], tuple[str, Any]] = {}  # keeps the tensors alive, too: ids are reused
         self._sampled = False
+        self._trained: set[str] = set()  # names of tensors that are trained parameters
+        self._sections: list[dict[str, Any]] = []  # of modules that are trained
+        self._alone = False  # within a value of this rank alone: its tensors are no copies of shared ones
 
     def walk(self, value: Any, path: tuple[Any, ...]) -> Any:
         """A value of the tree as it is saved, with a ``Ref`` in the place of each tensor."""
@@ -204,13 +227,16 @@ class _Walker:
             return self._optimizer(value, path)
         if isinstance(value, torch.Tensor | Absent):
             return self._tensor(value, path)
+        if isinstance(value, PerRank):
+            return self._per_rank(value, path)
         if isinstance(value, np.ndarray):
             return {NUMPY: self._tensor(_from_numpy(value, name_of(path)), path)}
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, Mapping):
-            if NUMPY in value:
-                raise UsageError(f"{name_of(path)} has a key {NUMPY!r}", hint="it is what arrays are marked with")
+            for mark in (NUMPY, PER_RANK):
+                if mark in value:
+                    raise UsageError(f"{name_of(path)} has a key {mark!r}", hint="it is what values are marked with")
             return {key: self.walk(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
             items = [self.walk(item, (*path, i)) for i, item in enumerate(value)]
@@ -224,9 +250,17 @@ class _Walker:
             hint="modules, optimizers, things with a state_dict, tensors, numbers, strings, lists and dicts can",
         )
 
+    def _per_rank(self, value: PerRank, path: tuple[Any, ...]) -> dict[str, Any]:
+        if self._alone:
+            raise UsageError(f"{name_of(path)} is per_rank inside of per_rank", hint="one is enough")
+        self._alone = True
+        mine = self.walk(value.value, (*path, PER_RANK, str(self.rank)))
+        self._alone = False
+        return {PER_RANK: {str(self.rank): mine}}
+
     def _tensor(self, tensor: torch.Tensor | Absent, path: tuple[Any, ...]) -> Ref:
         name = name_of(path)
-        memory = memory_of(tensor)
+        memory = None if self._alone else memory_of(tensor)
         if memory is not None and memory in self._seen:
             return Ref(name=self._seen[memory][0])
         if name in self.out.held:
@@ -253,10 +287,26 @@ class _Walker:
             if isinstance(value, nn.Parameter):
                 if not value.requires_grad:
                     self.out.frozen.append(name)
+                if isinstance(ref, Ref) and not self._alone:
+                    (self._trained if value.requires_grad else self.out.still).add(ref.name)
             elif isinstance(value, torch.Tensor):
                 self.out.buffers.append(name)
                 self.out.leading.add(name_of((*path, name)))
+        self.out.still -= self._trained  # one memory may have a frozen and a trained parameter
+        if any(ref.name in self._trained for ref in section.values() if isinstance(ref, Ref)):
+            self._sections.append(section)
         return section
+
+    def leave_frozen_out(self) -> None:
+        """Takes frozen parameters out of modules that are trained.
+
+        What something else in the tree refers to is saved with that. A module of which nothing is trained is not a base
+        with an adapter, but perhaps an average of weights, which changes: it is saved whole.
+        """
+        for section in self._sections:
+            for name in [name for name, ref in section.items() if isinstance(ref, Ref) and ref.name in self.out.still]:
+                del section[name]
+        self.out.left_out = self.out.still - {ref.name for ref in refs(self.out.tree)}
 
     def _optimizer(self, optimizer: Optimizer, path: tuple[Any, ...]) -> dict[str, Any]:
         keys = names_in(optimizer, self.names)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast.checkpoint.places import Place
 from holdfast.errors import CheckpointError
 
 Shape = tuple[int, ...]
 _LONG = "do not trust this checkpoint, or save it under shorter keys"
 NAME_LIMIT = 1000  # characters of a tensor's name: a tensor deep inside has the keys of all dicts above in its name
+PER_RANK = "__per_rank__"  # the only key of a dict in the tree that holds a value for each rank, by its number as text
 NUMPY = "__numpy__"  # the only key of a dict in the tree that stands for a numpy array: its value is the tensor
 
 
@@ -244,6 +245,15 @@ class DataFile:
     writer: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Digested:
+    """A frozen tensor by its content: boxes that together cover it, each with the digest of its elements."""
+
+    shape: Shape
+    dtype: torch.dtype
+    boxes: tuple[tuple[Box, str], ...]
+
+
 @dataclass(kw_only=True)
 class Catalogue:
     """The content of a checkpoint of any format, without its data.
@@ -252,21 +262,30 @@ class Catalogue:
     what ``torch.optim.Optimizer.state_dict`` gives, with names of parameters in the place of numbers where
     the format knows them. A tensor's name is its path in the tree, see :func:`name_of`. ``files`` has an
     item for each file, by its path relative to ``root``. ``tied`` leads from a second name to the first,
-    both as keys of the model's dict; ``frozen`` are the names of parameters that are not trained.
+    both as keys of the model's dict; ``frozen`` are the names of parameters that are not trained. ``digests`` has
+    frozen tensors by their names; one that is not in ``tensors`` was left out, and must be there already when the rest
+    is loaded.
 
+    >>> from pathlib import Path
     >>> Catalogue(format="empty", root=Path("x")).tensors
     {}
     """
 
     format: str
-    root: Path
+    root: Place
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     files: dict[str, DataFile] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    digests: dict[str, Digested] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of frozen tensors that are not in the checkpoint (``trainable_only``)."""
+        return [name for name in self.digests if name not in self.tensors]
 
 
 def name_of(path: Sequence[Any]) -> str:

@@ -42,13 +42,13 @@ class Alone:
         return [text]
 
 
-class Distributed:
+class Gloo:
     """The ranks of a ``torch.distributed`` group, over a Gloo group of their own.
 
-    A group of their own, because messages of a save in the background must not mix with the script's collectives.
+    A group of their own, because our messages must not mix with the script's collectives. ``timeout``: of one exchange.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = TIMEOUT) -> None:
         members = " ".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -57,16 +57,10 @@ class Distributed:
         _made[members] += 1
         store = PrefixStore(f"holdfast/{members}/{_made[members]}", _get_default_store())
         # Collective: every member of the group has to come here together.
-        self._group: Any = ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
+        self._group: Any = ProcessGroupGloo(store, self.rank, self.size, timeout=timeout)
 
     def exchange(self, text: bytes) -> list[bytes]:
-        """The texts of all ranks; ``CheckpointError`` if one is lost or silent for long."""
-        try:
-            return self._exchange(text)
-        except RuntimeError as e:  # Gloo's error for a broken connection and for a timeout
-            raise CheckpointError(f"a rank was lost or does not answer: {e}") from e
-
-    def _exchange(self, text: bytes) -> list[bytes]:
+        """The texts of all ranks; ``RuntimeError`` if one is lost or silent for long."""
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(text)
         self._group.allreduce([lengths]).wait()
@@ -77,6 +71,17 @@ class Distributed:
         all_texts = [torch.empty_like(mine) for _ in range(self.size)]
         self._group.allgather([all_texts], [mine]).wait()
         return [theirs[: int(n)].numpy().tobytes() for theirs, n in zip(all_texts, lengths, strict=True)]
+
+
+class Distributed(Gloo):
+    """The ranks of a script's group that save or load together."""
+
+    def exchange(self, text: bytes) -> list[bytes]:
+        """The texts of all ranks; ``CheckpointError`` if one is lost or silent for long."""
+        try:
+            return super().exchange(text)
+        except RuntimeError as e:  # Gloo's error for a broken connection and for a timeout
+            raise CheckpointError(f"a rank was lost or does not answer: {e}") from e
 
 
 _made: Counter[str] = Counter()

@@ -181,6 +181,24 @@ class StagedImage:
         return self._memory[start:]
 
 
+class StagedImages:
+    """Copies in memory of the images of one save."""
+
+    def __init__(self) -> None:
+        self._staged: list[StagedImage] = []
+
+    def take(self, images: Sequence[Image]) -> None:
+        """Copies images; memory of the last time that is of no use for them is given back."""
+        self._staged = [*self._staged[: len(images)], *(StagedImage() for _ in images[len(self._staged) :])]
+        for staged, image in zip(self._staged, images, strict=True):
+            staged.take(image)
+
+    @property
+    def fills(self) -> list[Callable[[int, int, Bytes], Bytes]]:
+        """For each image, the function that gives its bytes."""
+        return [staged.fill for staged in self._staged]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Written:
     """A durable file: its length, its blocks' checksums, and the offset of each array, in bytes."""

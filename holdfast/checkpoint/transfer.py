@@ -24,13 +24,16 @@ from holdfast.checkpoint.disk import (
     is_cached,
     pass_cache,
     read_exactly,
+    read_object,
     round_up,
 )
 from holdfast.checkpoint.inside import open_regular
 from holdfast.checkpoint.pieces import Catalogue, Stored
+from holdfast.checkpoint.places import Remote
 from holdfast.checkpoint.trees import some
 from holdfast.errors import CheckpointError
 
+READERS = 6  # of an object store at least: its answers take longer than a disk's; more gain nothing, and need memory
 FILES = 64  # open at a time: some formats have one for each tensor, and systems allow about a thousand
 
 
@@ -59,11 +62,13 @@ def carry_out(catalogue: Catalogue, spans: Sequence[FileSpan], progress: Progres
     The spans of one file must follow each other. With one thread, the last block is kept for the next call, for
     readers that stream. Raises ``CheckpointError`` for a damaged block.
     """
+    if isinstance(catalogue.root, Remote) and threads > 1:
+        threads = max(threads, READERS)
     for batch in _few_files(spans):
         with ExitStack() as stack:
             files = _open_files(catalogue, batch, stack)
 
-            def work(span: FileSpan, files: Mapping[str, int] = files) -> None:
+            def work(span: FileSpan, files: Mapping[str, int | Remote] = files) -> None:
                 _read(catalogue, span, files[span.file], streaming=threads == 1)
                 progress(sum(t.stored.nbytes for t in span.transfers))
 
@@ -82,14 +87,17 @@ def _few_files(spans: Sequence[FileSpan]) -> Iterator[list[FileSpan]]:
     yield batch
 
 
-def _open_files(catalogue: Catalogue, spans: Sequence[FileSpan], stack: ExitStack) -> Mapping[str, int]:
-    """Opens files for reading, past the page cache if their bytes are not in it.
+def _open_files(catalogue: Catalogue, spans: Sequence[FileSpan], stack: ExitStack) -> Mapping[str, int | Remote]:
+    """Opens files for reading, past the page cache if their bytes are not in it. Objects need no opening.
 
     Our own files are written past the cache and never are in it; those of other programs may be.
     """
-    files = {}
+    files: dict[str, int | Remote] = {}
     for name, group in groupby(spans, key=lambda span: span.file):
         path, wanted = catalogue.root / name, list(group)
+        if isinstance(path, Remote):
+            files[name] = path
+            continue
         middle = wanted[len(wanted) // 2]  # the begin of a file was read when it was opened
         with explained(path, "read"):
             fd = files[name] = open_regular(path)
@@ -111,11 +119,19 @@ class _Recent(threading.local):
 _recent = _Recent()
 
 
-def _read(catalogue: Catalogue, span: FileSpan, fd: int, *, streaming: bool) -> None:
+def _read(catalogue: Catalogue, span: FileSpan, fd: int | Remote, *, streaming: bool) -> None:
     size = span.stop - span.start
     key = (span.file, span.start, span.stop)
     if streaming and _recent.catalogue is catalogue and _recent.span == key:
         _copy_all_out(span, _recent.data)
+        return
+    if isinstance(fd, Remote):
+        with explained(fd, "read"):
+            data = read_object(fd, span.start, span.stop)
+        check_blocks(catalogue, span, data)
+        _copy_all_out(span, data)
+        if streaming and size <= BLOCK:
+            _recent.catalogue, _recent.span, _recent.data = catalogue, key, data
         return
     before = span.start % ALIGN  # a read past the page cache begins on a page
     with BUFFERS.lend(round_up(size + before)) as room:

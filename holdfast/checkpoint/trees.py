@@ -144,7 +144,7 @@ def _both(a: Any, b: Any, path: tuple[Any, ...], rank: int) -> Any:
     if not _same(a, b):
         raise UsageError(
             f"workers disagree on {name_of(path)}: {a!r} on worker 0, {b!r} on worker {rank}",
-            hint="give what is different on each worker a key of its own, such as its rank",
+            hint="holdfast.checkpoint.per_rank(value) marks what each worker has for itself",
         )
     return a
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from holdfast.checkpoint.formats import open_checkpoint
 from holdfast.checkpoint.formats.zip_records import Unreadable, Zone, crc_of, zones_of
 from holdfast.checkpoint.inside import open_regular
 from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, entry_of
+from holdfast.checkpoint.places import Place, Remote
 from holdfast.checkpoint.tensor_reader import read_range
 from holdfast.checkpoint.trees import box_text, bytes_of, some
 from holdfast.errors import CheckpointError, HoldfastError
@@ -74,7 +74,7 @@ class VerifyResult:
         return {**shown, "damaged": [one.to_json() for one in self.damaged]}
 
 
-def open_to_verify(path: Path, open: Callable[[], Catalogue] | None = None) -> Catalogue:
+def open_to_verify(path: Place, open: Callable[[], Catalogue] | None = None) -> Catalogue:
     """Opens a checkpoint as ``open_checkpoint`` does, but leaves missing and short data files to :func:`verify`.
 
     ``open`` replaces ``open_checkpoint(path)``. Raises ``CheckpointError`` if the index itself is damaged.
@@ -106,6 +106,7 @@ def verify(catalogue: Catalogue, *, progress: Progress = silent, threads: int = 
     ``progress`` is called with the bytes read. Damage is in the result, not an error.
 
     >>> import tempfile, torch
+    >>> from pathlib import Path
     >>> from holdfast.checkpoint import save
     >>> folder = Path(tempfile.mkdtemp())
     >>> save(folder, {"weight": torch.ones(3)})
@@ -157,7 +158,7 @@ class _Check:
         """The zones of a file to read, after a look at its length."""
         try:
             with self._opened(name) as fd:
-                actual = os.fstat(fd).st_size
+                actual = fd.stat().st_size if isinstance(fd, Remote) else os.fstat(fd).st_size
                 self._length(name, file, actual)
                 return self._blocks(file, actual) if file.checksums is not None else self._records(name, file, fd)
         except (Unreadable, OSError, CheckpointError) as error:
@@ -165,9 +166,12 @@ class _Check:
             return []
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
+    def _opened(self, name: str) -> Iterator[int | Remote]:
         """Opens a file only while it is read: a checkpoint may have more files than a process may open."""
         path = self.catalogue.root / name
+        if isinstance(path, Remote):
+            yield path
+            return
         ours = self.catalogue.files[name].checksums is not None
         fd = open_regular(path)
         try:
@@ -188,7 +192,8 @@ class _Check:
         ends = {at: min(at + BLOCK, file.bytes) for at in blocks_of(file.bytes)}
         return [Zone(start=start, stop=stop) for start, stop in ends.items() if stop <= actual]
 
-    def _records(self, name: str, file: DataFile, fd: int) -> list[Zone]:
+    def _records(self, name: str, file: DataFile, fd: int | Remote) -> list[Zone]:
+        assert isinstance(fd, int)  # in a store there are only files of ours, which have checksums
         zones = zones_of(fd, file.bytes)
         if any(zone.crc is None for zone in zones):
             reason = "read to the end, but the file has no checksums"
@@ -208,7 +213,7 @@ class _Check:
         except (OSError, Unreadable, HoldfastError) as error:
             self._damaged(name, zone.start, zone.stop, f"cannot be read: {_said(error)}")
 
-    def _block(self, name: str, fd: int, zone: Zone, expected: str) -> None:
+    def _block(self, name: str, fd: int | Remote, zone: Zone, expected: str) -> None:
         with BUFFERS.lend(BLOCK) as buffer:
             read_exactly(fd, buffer, zone.start, zone.stop, self.catalogue.root / name)
             same = checksum(buffer[: zone.stop - zone.start]) == expected
@@ -217,7 +222,8 @@ class _Check:
         self._checked("block", 1)
         self._read(zone.stop - zone.start)
 
-    def _record(self, name: str, fd: int, zone: Zone) -> None:
+    def _record(self, name: str, fd: int | Remote, zone: Zone) -> None:
+        assert isinstance(fd, int)
         crc = 0
         for done, crc in crc_of(fd, zone):  # noqa: B007
             self._read(done)

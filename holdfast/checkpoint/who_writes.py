@@ -96,7 +96,7 @@ def _holders(name: str, inventories: Sequence[Inventory]) -> dict[Box, list[int]
         if original and not first.leading and holding.digest not in (None, original[1].digest):
             raise UsageError(
                 f"workers {original[0]} and {rank} have different values of {name}",
-                hint="give what is different on each worker a key of its own, such as its rank",
+                hint="holdfast.checkpoint.per_rank(value) marks what each worker has for itself",
             )
         for box in holding.boxes:
             found.setdefault(box, []).append(rank)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 SKIPPED = 77
@@ -89,6 +92,31 @@ def memory(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) << 10
     raise CannotTry(f"/proc has no {key}")
+
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_taken: list[Any] = []  # what the heap had free
+
+
+def cap(kind: int, key: str, more: int) -> None:
+    """From here on, this process gets so many bytes more and no more; ``key`` is how /proc counts what ``kind`` limits.
+
+    Memory that tests before this one have freed is in the heap of a fork too, hundreds of megabytes at times, and no
+    limit counts it as more. So it is taken first, without touching it. And what malloc would hoard is not what is
+    tested: it reserves 64 MB for each new thread, and keeps large blocks that are freed once it has seen some.
+    """
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(_M_ARENA_MAX, 1)
+    assert libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (memory(key), hard))
+    size = 1 << 30
+    while size >= 1 << 20:
+        try:
+            _taken.append(np.empty(size, dtype=np.uint8))
+        except MemoryError:
+            size >>= 1
+    resource.setrlimit(kind, (memory(key) + more, hard))
 
 
 def forget_peak() -> None:

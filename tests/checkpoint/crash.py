@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from tests.checkpoint.child import in_child
 
 FOR_NAMES = ("mkdir", "rmdir", "unlink", "open", "replace")  # the first argument is a path
 FOR_FILES = ("posix_fallocate", "pwrite", "write", "ftruncate", "fsync", "close")  # it is a descriptor
@@ -140,6 +143,22 @@ def kills_of(root: Path, calls: Sequence[Call]) -> Iterator[Kill]:
     yield Kill(root=root, at=len(calls), when="after")
 
 
+def sweep(
+    tmp_path: Path, before: Callable[[Path], None], work: Callable[[Path], None], after: Callable[[Path], str]
+) -> Iterator[str]:
+    """The verdict after every kill, in the order of the calls; all is done to the folder ``here``."""
+    origin, place = tmp_path / "origin", tmp_path / "place"
+    origin.mkdir()
+    before(origin / "here")
+    shutil.copytree(origin, place)
+    calls = calls_of(place, lambda: work(place / "here"))
+    for kill in kills_of(place, calls):
+        shutil.rmtree(place)
+        shutil.copytree(origin, place)
+        in_child(lambda kill=kill: kill.carry_out(lambda: work(place / "here")), killed=True)
+        yield after(place / "here")
+
+
 # --- without power ------------------------------------------------------------------------------------
 
 
@@ -177,6 +196,7 @@ class Disk:
         self.names: Names = {
             path: FOLDER if path.is_dir() else Node(durable=path.read_bytes()) for path in [root, *root.rglob("*")]
         }
+        self.root = root
         self.durable: Names = dict(self.names)
         self.pending: list[Call] = []
         self._nodes: dict[int, Node] = {}
@@ -214,6 +234,9 @@ class Disk:
             self._change(self.durable, call)
             self.pending.remove(call)
 
+    def _is_inside(self, path: Path) -> bool:
+        return path == self.root or self.root in path.parents
+
     def after_a_failure(self) -> Iterator[dict[Path, bytes | None]]:
         """Everything that may be found when the power is back; a folder has no bytes."""
         for count in range(len(self.pending) + 1):
@@ -221,7 +244,7 @@ class Disk:
                 names = dict(self.durable)
                 for call in kept:
                     self._change(names, call)
-                there = {path for path in names if all(p in names for p in path.parents if p in self.names)}
+                there = {path for path in names if all(p in names for p in path.parents if self._is_inside(p))}
                 for content in ("none", "some", "all"):
                     yield {p: None if names[p] is FOLDER else names[p].content(content) for p in sorted(there)}
 
@@ -234,3 +257,27 @@ def put_back(found: dict[Path, bytes | None], root: Path, place: Path) -> None:
             target.mkdir()
         else:
             target.write_bytes(content)
+
+
+def states(
+    root: Path, place: Path, disk: Disk, calls: Sequence[Call], verdict: Callable[[Path], str]
+) -> tuple[set[str], set[str]]:
+    """The verdicts of all that a power failure may leave: at any moment, and when all is done."""
+    known: dict[int, str] = {}
+
+    def judge() -> set[str]:
+        found = set()
+        for state in disk.after_a_failure():
+            key = hash(tuple(state.items()))
+            if key not in known:
+                shutil.rmtree(place, ignore_errors=True)
+                put_back(state, root, place)
+                known[key] = verdict(place)
+            found.add(known[key])
+        return found
+
+    ever = judge()
+    for call in calls:
+        disk.apply(call)
+        ever |= judge()
+    return ever, judge()

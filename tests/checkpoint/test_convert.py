@@ -18,7 +18,7 @@ from holdfast.checkpoint.diff import Comparison
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, UsageError
-from tests.checkpoint.child import in_child, memory
+from tests.checkpoint.child import cap, in_child
 
 MB = 1 << 20
 
@@ -273,15 +273,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def cap(more: int) -> None:
-    """From here on, this process gets so much more and no more."""
-    limit = memory("VmSize") + more
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def cap_memory() -> None:
+    cap(resource.RLIMIT_AS, "VmSize", 150 * MB)
 
 
 def test_the_cap_holds() -> None:
     def work() -> None:
-        cap(150 * MB)
+        cap_memory()
         with pytest.raises(MemoryError):
             np.ones(200 * MB, dtype=np.uint8)
 
@@ -291,7 +289,7 @@ def test_the_cap_holds() -> None:
 @pytest.mark.parametrize("to", ["holdfast", "hf", "dcp", "torch"])
 def test_a_checkpoint_larger_than_memory(large: Path, tmp_path: Path, to: str) -> None:
     def work() -> None:
-        cap(150 * MB)
+        cap_memory()
         convert.convert(open_checkpoint(large), tmp_path / "b", to)
 
     in_child(work)
@@ -304,7 +302,7 @@ def test_a_foreign_file_larger_than_memory(tmp_path: Path) -> None:
     in_child(lambda: torch.save({"w": torch.arange(50 * MB, dtype=torch.int32)}, tmp_path / "a.pt"))
 
     def work() -> None:
-        cap(150 * MB)
+        cap_memory()
         convert.convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / "b", "hf")
 
     in_child(work)
@@ -314,7 +312,7 @@ def test_a_foreign_file_larger_than_memory(tmp_path: Path) -> None:
 
 def test_comparing_and_checking_under_the_cap(large: Path) -> None:
     def work() -> None:
-        cap(150 * MB)
+        cap_memory()
         catalogue = open_checkpoint(large)
         assert Comparison(catalogue, open_checkpoint(large)).run().same
         assert verify(catalogue).ok

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 from holdfast.checkpoint import async_save, index, save, series
 from holdfast.errors import CheckpointError
 from tests.checkpoint.cases import blocks, content, content_of, data_of, saved, settle, tree_of
-from tests.checkpoint.child import in_child
-from tests.checkpoint.crash import Call, Disk, calls_of, kills_of, put_back
+from tests.checkpoint.crash import Call, Disk, calls_of, states, sweep
 
 OLD, NEW, NEXT = (content_of(tree_of(seed)) for seed in (1, 2, 3))
 Work = Callable[[Path], None]
@@ -62,20 +60,6 @@ def nothing(folder: Path) -> None:
 
 def an_old_one(folder: Path) -> None:
     saved(folder)
-
-
-def sweep(tmp_path: Path, before: Work, work: Work, after: Callable[[Path], str] = verdict) -> Iterator[str]:
-    """The verdict after every kill, in the order of the calls."""
-    origin, place = tmp_path / "origin", tmp_path / "place"
-    origin.mkdir()
-    before(origin / "here")
-    shutil.copytree(origin, place)
-    calls = calls_of(place, lambda: work(place / "here"))
-    for kill in kills_of(place, calls):
-        shutil.rmtree(place)
-        shutil.copytree(origin, place)
-        in_child(lambda kill=kill: kill.carry_out(lambda: work(place / "here")), killed=True)
-        yield after(place / "here")
 
 
 def and_then_save(folder: Path) -> str:
@@ -173,32 +157,10 @@ def cleaning_first(folder: Path) -> None:
 
 @pytest.mark.parametrize("work", [in_place, index_in_place, index_first, cleaning_first])
 def test_the_sweep_finds_what_would_go_wrong(tmp_path: Path, work: Work) -> None:
-    assert any(one.startswith("broken") for one in sweep(tmp_path, an_old_one, work))
+    assert any(one.startswith("broken") for one in sweep(tmp_path, an_old_one, work, verdict))
 
 
 # --- without power ------------------------------------------------------------------------------------------
-
-
-def states(root: Path, place: Path, disk: Disk, calls: Sequence[Call]) -> tuple[set[str], set[str]]:
-    """The verdicts of all that a power failure may leave: at any moment, and when all is done."""
-    known: dict[int, str] = {}
-
-    def judge() -> set[str]:
-        found = set()
-        for state in disk.after_a_failure():
-            key = hash(tuple(state.items()))
-            if key not in known:
-                shutil.rmtree(place, ignore_errors=True)
-                put_back(state, root, place)
-                known[key] = verdict(place / "here")
-            found.add(known[key])
-        return found
-
-    ever = judge()
-    for call in calls:
-        disk.apply(call)
-        ever |= judge()
-    return ever, judge()
 
 
 def power_failures(
@@ -216,7 +178,7 @@ def power_failures(
         number = seen[call.text] = seen.get(call.text, -1) + 1
         if not lose(call, number):
             kept.append(call)
-    return states(root, tmp_path / "place", disk, kept)
+    return states(root, tmp_path / "place", disk, kept, lambda place: verdict(place / "here"))
 
 
 def test_a_power_failure_while_replacing(tmp_path: Path) -> None:

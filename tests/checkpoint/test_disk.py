@@ -175,6 +175,8 @@ def test_a_failure_stops_what_has_not_begun() -> None:
         (PermissionError(errno.EPERM, "Operation not permitted"), "no right to read some/file"),
         (OSError(errno.ENOSPC, "No space left"), "the disk is full: cannot read some/file"),
         (OSError(errno.EDQUOT, "Quota exceeded"), "the disk is full: cannot read some/file"),
+        (FileExistsError(errno.EEXIST, "File exists"), r"cannot read some/file: File exists \(is a file where"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory"), r".* Not a directory \(is a file where"),
         (OSError(errno.EIO, "Input/output error"), "cannot read some/file: Input/output error"),
     ],
 )

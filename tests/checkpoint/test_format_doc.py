@@ -19,10 +19,11 @@ import torch
 import xxhash
 from torch import nn
 
-from holdfast.checkpoint import disk, index, save
+from holdfast.checkpoint import disk, index, per_rank, save, series
 from holdfast.checkpoint.pieces import Box, Catalogue, DataFile, Piece, Ref, Stored, TensorEntry, row_major
 from holdfast.checkpoint.safetensors_writer import DTYPES, PAIRS, array_of, bytes_of, write_safetensors
 from holdfast.checkpoint.tensor_reader import read_tensor
+from tests.checkpoint.adapters import shared, tree_at
 from tests.checkpoint.cases import blocks, data_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
@@ -169,6 +170,36 @@ def test_boxes_of_all_kinds(tmp_path: Path, read: Read) -> None:
     assert torch.equal(read_tensor(index.open(tmp_path), "cube"), cube)
 
 
+def test_shared_files_and_digests(tmp_path: Path, read: Read) -> None:
+    for step in (1, 2):
+        save(series.folder_of(tmp_path, step), tree_at(step))
+    assert len(shared(tmp_path)) == 1
+    folder = series.folder_of(tmp_path, 2)
+    said = json.loads((folder / "index.json").read_bytes())["index"]
+    assert said["version"] == 2
+    model = tree_at(2)["model"]
+    tree = read(folder)
+    assert all(same(tree["model"][name], p) for name, p in model.named_parameters())
+    weight = model[0].base.weight.detach()
+    entry = said["digests"]["model/0.base.weight"]
+    assert (entry["dtype"], entry["shape"]) == ("float32", [*weight.shape])
+    for offset, shape, digest in entry["boxes"]:
+        box = weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        assert xxhash.xxh3_128_hexdigest(box.contiguous().numpy().tobytes()) == digest
+    document = DOCUMENT.read_text()
+    assert all(f'"{key}"' in document for key in entry)
+    shared(tmp_path)[0].write_bytes(b"")
+    with pytest.raises(AssertionError, match="damaged"):
+        read(folder)
+
+
+def test_values_of_ranks(tmp_path: Path, read: Read) -> None:
+    save_together(tmp_path, [{"x": per_rank([rank, torch.tensor(rank)])} for rank in range(2)])
+    values = read(tmp_path)["x"]["__per_rank__"]
+    assert [values[rank][0] for rank in "01"] == [0, 1]
+    assert same(values["1"][1], torch.tensor(1))
+
+
 def test_many_blocks(tmp_path: Path, read: Read) -> None:
     with blocks():
         save(tmp_path, {"w": torch.arange(30_000)})
@@ -222,7 +253,7 @@ def test_every_key_is_explained(tmp_path: Path) -> None:
     assert text[9:25].decode() == xxhash.xxh3_64_hexdigest(text[35:-1])
     said = json.loads(text)["index"]
     document = DOCUMENT.read_text()
-    for key in (*said, *said["details"], *said["files"][0], *said["tensors"]["w"]):
+    for key in (*said, "digests", *said["details"], *said["files"][0], *said["tensors"]["w"]):
         assert f"`{key}`" in document, key
     for dtype in (*DTYPES, *PAIRS):
         assert str(dtype).removeprefix("torch.") in document

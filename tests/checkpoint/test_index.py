@@ -277,7 +277,7 @@ HOSTILE: dict[str, Change] = {
     "too few checksums": lambda said: said["files"][0]["blocks"].pop(),
     "checksums that are numbers": lambda said: said["files"][0].update(blocks=[0] * len(said["files"][0]["blocks"])),
     "another block size": lambda said: said.update(block=1),
-    "a newer version": lambda said: said.update(version=2),
+    "a newer version": lambda said: said.update(version=3),
     "no version": lambda said: said.pop("version"),
     "no tensors": lambda said: said.pop("tensors"),
     "tensors that are a list": lambda said: said.update(tensors=[]),
@@ -323,7 +323,7 @@ def test_a_hostile_index_is_refused_by_name(tmp_path: Path, what: str) -> None:
     rewrite(tmp_path, HOSTILE[what])
     sentence = refusal(tmp_path)
     assert index.NAME in sentence or data_of(tmp_path)[0].name in sentence
-    assert what != "a newer version" or "version 2" in sentence
+    assert what != "a newer version" or "version 3" in sentence
 
 
 @pytest.mark.parametrize(

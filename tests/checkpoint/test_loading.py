@@ -37,6 +37,13 @@ def same(one: Any, two: Any) -> bool:
 # --- names, shapes, dtypes ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("into", [None, nn.Linear(2, 1), ["model"]])
+def test_what_is_filled_is_a_dict(tmp_path: Path, into: Any) -> None:
+    save(tmp_path, {"model": nn.Linear(2, 1)})
+    with pytest.raises(UsageError, match="is no dict"):
+        load(tmp_path, into)
+
+
 def test_missing_names_are_always_an_error_and_others_unless_told(tmp_path: Path) -> None:
     saved = model(bias=False)
     save(tmp_path, {"model": saved, "step": 7})

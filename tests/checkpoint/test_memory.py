@@ -14,7 +14,7 @@ import torch
 from holdfast.checkpoint import async_save, disk, load, open_checkpoint, save, tensor_reader
 from holdfast.checkpoint.pieces import Box, whole
 from holdfast.checkpoint.tensor_reader import Want, read_range, read_tensor
-from tests.checkpoint.child import forget_peak, in_child, memory, say
+from tests.checkpoint.child import cap, forget_peak, in_child, memory, say
 
 MB = 1 << 20
 SMALL, LARGE = (16 * MB // 4,), (4096, 75 * MB // 4 // 1024)  # 18 of 16 MB, one of 300 MB
@@ -51,10 +51,9 @@ def peak_of(work: Callable[[], object]) -> int:
     return memory("VmHWM") - before
 
 
-def cap() -> None:
-    """From here on, this process gets so much more and no more."""
-    limit = memory("VmData") + CAP
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+def cap_memory() -> None:
+    """Caps it, and checks that the cap holds."""
+    cap(resource.RLIMIT_DATA, "VmData", CAP)
     try:
         np.ones(250 * MB, dtype=np.uint8)
     except MemoryError:
@@ -67,7 +66,7 @@ def cap() -> None:
 
 def test_one_tensor_at_a_time(folder: Path) -> None:
     def work() -> None:
-        cap()
+        cap_memory()
         catalogue = open_checkpoint(folder)
         for number in range(18):
             assert torch.equal(read_tensor(catalogue, f"small/{number}"), small(number))
@@ -81,7 +80,7 @@ def test_one_tensor_at_a_time(folder: Path) -> None:
 
 def test_a_tensor_that_is_larger_than_memory_in_ranges(folder: Path) -> None:
     def work() -> None:
-        cap()
+        cap_memory()
         catalogue = open_checkpoint(folder)
         total, step = LARGE[0] * LARGE[1], 1 << 22
         out = np.empty(4 * step, dtype=np.uint8)
@@ -96,7 +95,7 @@ def test_a_tensor_that_is_larger_than_memory_in_ranges(folder: Path) -> None:
 
 def test_columns_of_a_tensor_that_is_larger_than_memory(folder: Path) -> None:
     def work() -> None:
-        cap()
+        cap_memory()
         part = read_tensor(open_checkpoint(folder), "large", Box(offset=(0, 7), shape=(LARGE[0], 3)))
         assert torch.equal(part[:, 0], torch.arange(LARGE[0], dtype=torch.int32) * LARGE[1] + 7)
 
@@ -105,7 +104,7 @@ def test_columns_of_a_tensor_that_is_larger_than_memory(folder: Path) -> None:
 
 def test_a_worker_loads_its_share(folder: Path) -> None:
     def work() -> None:
-        cap()
+        cap_memory()
         share = {"small": {str(n): torch.zeros(SMALL, dtype=torch.int32) for n in range(4)}}
         load(folder, share, strict=False)
         assert all(torch.equal(tensor, small(int(n))) for n, tensor in share["small"].items())
@@ -117,7 +116,7 @@ def test_loading_into_memory_that_is_a_file(folder: Path, tmp_path: Path) -> Non
     """All 300 MB of a tensor, of which no more than the cap can be the process's own."""
 
     def work() -> None:
-        cap()
+        cap_memory()
         count = LARGE[0] * LARGE[1]
         target = torch.from_file(str(tmp_path / "target"), shared=True, size=count, dtype=torch.int32).view(LARGE)
         load(folder, {"large": target})

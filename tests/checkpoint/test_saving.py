@@ -137,6 +137,14 @@ def test_ranks_that_open_different_checkpoints_are_told(tmp_path: Path) -> None:
         together(lambda r: load(tmp_path / "ab"[r.rank], {"x": torch.ones(3)}, ranks=r))
 
 
+@pytest.mark.parametrize("name", ["strict", "trainable_only"])
+def test_ranks_that_load_with_different_settings_are_told(tmp_path: Path, name: str) -> None:
+    """Each talks to the others only with the setting: some would wait for ever."""
+    save(tmp_path, {"x": torch.zeros(3)})
+    with pytest.raises(UsageError, match=f"{name} is True on rank 0, but False on rank 1"):
+        together(lambda r: load(tmp_path, {"x": torch.ones(3)}, ranks=r, **{name: r.rank == 0}))  # type: ignore[arg-type]
+
+
 def test_one_modules_ties_are_not_anothers(tmp_path: Path) -> None:
     class Pair(nn.Module):
         def __init__(self, *, tied: bool, head: bool = True) -> None:
@@ -184,11 +192,22 @@ def test_enums_are_what_they_stand_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tree", "message"),
-    [({1: 2}, "the key 1 is a int"), ({"a": {"__numpy__": 5}}, "has a key '__numpy__'")],
+    [([1], "a list is no dict"), ({1: 2}, "the key 1 is a int"), ({"a": {"__numpy__": 5}}, "has a key '__numpy__'")],
 )
 def test_keys_that_cannot_be_kept_are_refused(tmp_path: Path, tree: dict[Any, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         save(tmp_path, tree)
+
+
+@pytest.mark.parametrize("name", ["trainable_only", "strict", "cast"])
+def test_a_text_is_not_taken_for_true(tmp_path: Path, name: str) -> None:
+    call: Any = save if name == "trainable_only" else load
+    save(tmp_path, {"x": 1})
+    with pytest.raises(UsageError, match=f"{name}='no' is neither True nor False"):
+        call(tmp_path, {"x": 2}, **{name: "no"})
+    with pytest.raises(UsageError, match=f"{name}=1 is neither True nor False"):
+        load(tmp_path, {"x": 2}, **{name: 1})
+    assert load(tmp_path, {"x": 0})["x"] == 1
 
 
 def test_a_dict_is_not_filled_from_a_list(tmp_path: Path) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
-from pathlib import Path
 from types import ModuleType
 
 from holdfast.checkpoint import series
 from holdfast.checkpoint.disk import explained
 from holdfast.checkpoint.inside import check_inside
 from holdfast.checkpoint.pieces import Catalogue
+from holdfast.checkpoint.places import Place, Remote, place_of
 from holdfast.checkpoint.rules import Rules
 from holdfast.checkpoint.rules.renaming import renamed
-from holdfast.errors import CheckpointError, HoldfastError, UsageError
+from holdfast.errors import CheckpointError, HoldfastError, NoCheckpoint, UsageError
 
 # By the names that users give; tried in this order, formats with unmistakable files first.
 _MODULES = {
@@ -45,13 +45,18 @@ def format_of(name: str) -> ModuleType:
     return import_module(_MODULES[name])
 
 
-def recognise(path: Path) -> str | None:
-    """The name of the format that a path looks like; None if it looks like none."""
+def recognise(path: Place) -> str | None:
+    """The name of the format that a path looks like; None if it looks like none.
+
+    In an object store only our own format is known: others are read from files.
+    """
+    if isinstance(path, Remote):
+        return "holdfast" if format_of("holdfast").recognise(path) else None
     return next((name for name in _MODULES if format_of(name).recognise(path)), None)
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Remote,
     *,
     format: str | None = None,
     rules: Rules | None = None,
@@ -60,13 +65,16 @@ def open_checkpoint(
 
     ``format`` is a key of ``_MODULES`` (default: the format that the path looks like). ``rules`` (see
     :mod:`holdfast.checkpoint.rules`) describe a layout that cannot be derived. Returns a catalogue, which ``load`` and
-    the functions of this package take. Raises ``CheckpointError`` if there is no checkpoint or it is damaged.
+    the functions of this package take. Raises ``NoCheckpoint`` if there is none, ``CheckpointError`` if it is damaged.
     """
-    place = Path(path).absolute()
+    place = place_of(path).absolute()
     with explained(place, "read"):
         missing = not place.exists()
-    if missing and not format_of("fragments").recognise(place):
-        raise CheckpointError(f"{place} does not exist", hint="check the path")
+    if isinstance(place, Remote) and (format or "holdfast") != "holdfast":
+        hint = "copy it to a folder, and name that"
+        raise UsageError(f"{place} is in an object store, where a {format} checkpoint cannot be read", hint=hint)
+    if missing and (isinstance(place, Remote) or not format_of("fragments").recognise(place)):
+        raise NoCheckpoint(f"{place} does not exist", hint="check the path")
     newest = series.newest(place)
     chosen = format or recognise(place)
     if newest is not None and chosen is not None and format is None:
@@ -77,7 +85,7 @@ def open_checkpoint(
         check_inside(newest, place)
         place, chosen = newest, recognise(newest)
     if chosen is None:
-        raise CheckpointError(f"{place} is not a checkpoint of a known format", hint=f"known are {', '.join(_MODULES)}")
+        raise NoCheckpoint(f"{place} is not a checkpoint of a known format", hint=f"known are {', '.join(_MODULES)}")
     module = format_of(chosen)
     with only_named_errors(place, chosen):
         if rules is None:
@@ -88,7 +96,7 @@ def open_checkpoint(
 
 
 @contextmanager
-def only_named_errors(place: Path, format: str) -> Iterator[None]:
+def only_named_errors(place: Place, format: str) -> Iterator[None]:
     """Turns whatever a checkpoint's content makes a reader raise into a ``CheckpointError``.
 
     Readers check what they use. But a file may hold any value in the place of any other, and what follows from that
@@ -99,7 +107,7 @@ def only_named_errors(place: Path, format: str) -> Iterator[None]:
     except CheckpointError as error:
         if len(str(error)) <= _SENTENCE:
             raise
-        raise CheckpointError(f"{str(error)[:_SENTENCE]}…") from error
+        raise type(error)(f"{str(error)[:_SENTENCE]}…") from error
     except HoldfastError:
         raise
     except RecursionError as error:

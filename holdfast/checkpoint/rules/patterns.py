@@ -100,6 +100,8 @@ class Shard:
             if total > starts[-1]:
                 raise Misfit(f"its shards have {_sum(sizes)} along dim {self.dim}, fewer than the {total} of its rule")
             return total, [[(start, size)] for start, size in zip(starts, sizes, strict=False)]
+        if not isinstance(self.parts, tuple) and not any(sizes):
+            return 0, [[(0, 0)] for _ in sizes]  # an empty tensor has any number of equal parts
         parts = self._fused(sizes)
         runs = _grouped(parts, self.groups, len(sizes)) if self.groups else _chunked(parts, len(sizes))
         for i, (size, mine) in enumerate(zip(sizes, runs, strict=True)):
@@ -114,7 +116,7 @@ class Shard:
             return self.parts
         assert self.parts is not None
         count, total = self.parts * (self.groups or 1), sum(sizes)
-        if total % count or count > max(total, 1):
+        if total % count or count > total:
             what = f"{self.parts} parts" + (f" in {self.groups} groups" if self.groups else "")
             raise Misfit(f"its shards have {_sum(sizes)} along dim {self.dim}, which is not {what} of equal size")
         return (total // self.parts,) * self.parts

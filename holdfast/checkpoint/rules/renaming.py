@@ -24,6 +24,7 @@ def renamed(catalogue: Catalogue, rules: Rules) -> Catalogue:
         tied={new.get(a, a): new.get(b, b) for a, b in catalogue.tied.items()},
         frozen=tuple(new.get(name, name) for name in catalogue.frozen),
         buffers=tuple(new.get(name, name) for name in catalogue.buffers),
+        digests={names.get(name, name): one for name, one in catalogue.digests.items()},
     )
 
 

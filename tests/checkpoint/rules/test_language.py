@@ -109,7 +109,9 @@ DOCS = Path(__file__).parents[3] / "docs" / "checkpoint-rules.md"
 
 
 def test_the_examples_in_the_docs_run() -> None:
-    found = doctest.testfile(str(DOCS), module_relative=False)
+    text = re.sub(r"^```.*$", "", DOCS.read_text(), flags=re.MULTILINE)  # the end of a fence is no output
+    examples = doctest.DocTestParser().get_doctest(text, {}, DOCS.name, str(DOCS), 0)
+    found = doctest.DocTestRunner().run(examples)
     assert found.attempted > 10
     assert not found.failed
 

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -242,6 +243,12 @@ def test_stored_fragments_become_entries(case: Case, transposed: bool, split: bo
         assert piece.stored.shape == piece.box.shape
         made[piece.box.slices()] = read(piece.stored, files)
     np.testing.assert_array_equal(made, case.tensor)
+
+
+@pytest.mark.parametrize("groups", [None, 10**9])
+def test_an_empty_tensor_has_any_number_of_equal_parts(groups: int | None) -> None:
+    """Also as many as a hostile rule says, without a list of them."""
+    assert Shard(dim=0, parts=10**9, groups=groups).runs([0, 0]) == (0, [[(0, 0)], [(0, 0)]])
 
 
 def write(array: Array, name: str, files: dict[str, bytes], *, transposed: bool) -> Stored:
