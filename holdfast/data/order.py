@@ -81,9 +81,13 @@ class Order:
         """Return the number of micro-batches of a step."""
         return -(-self.batch_size(step) // self.micro_batch)
 
+    def _positions(self, step: int, index: int) -> range:
+        """The places of a micro-batch in the order of its epoch."""
+        return self._batch(step)[index * self.micro_batch : (index + 1) * self.micro_batch]
+
     def samples(self, step: int, index: int) -> list[int]:
         """The samples of a micro-batch."""
-        positions = self._batch(step)[index * self.micro_batch : (index + 1) * self.micro_batch]
+        positions = self._positions(step, index)
         if not self.shuffle:
             return list(positions)
         epoch = step // self.steps_per_epoch

@@ -9,6 +9,7 @@ take a millisecond for a batch, and knows only ranges. ``permuted`` takes any po
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from math import isqrt
 
 import numpy as np
@@ -33,6 +34,11 @@ def shuffled(positions: range, size: int, key: int) -> list[int]:
     >>> sorted(shuffled(range(10), 10, key=7))
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
+    return list(_shuffled(positions, size, key))
+
+
+@lru_cache(maxsize=128)  # an engine asks for the samples of a micro-batch several times, and a feed long before
+def _shuffled(positions: range, size: int, key: int) -> tuple[int, ...]:
     with np.errstate(over="ignore"):
         keys = _mix(np.arange(ROUNDS, dtype=np.uint64), np.uint64(key % 2**64))
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
@@ -48,7 +54,7 @@ def shuffled(positions: range, size: int, key: int) -> list[int]:
                 left, right = right, left ^ (_mix(right, round_key) & mask)
             values[outside] = (left << np.uint64(half)) | right
             outside = values >= size
-    return [int(value) for value in values]
+    return tuple(values.tolist())
 
 
 def permuted(positions: Numbers, size: int, key: int) -> Numbers:
