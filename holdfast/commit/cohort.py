@@ -13,8 +13,8 @@ has, all *drop* their attempts, and do the operation again. So each operation is
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,15 +22,16 @@ import torch
 
 from holdfast.cluster import faults
 from holdfast.cluster.events import Events
-from holdfast.cluster.group import Group, form
-from holdfast.cluster.membership import Generation, Membership, Standing, Store
+from holdfast.cluster.group import Group
+from holdfast.cluster.membership import Generation, Membership, Standing
 from holdfast.cluster.pulse import PULSE, Where
+from holdfast.cluster.talk import Shared
+from holdfast.cluster.team import ALONE, Team
 from holdfast.commit.operation import Operation, mark_of, name_of, refuse_to_differ
 from holdfast.commit.settle import Account, Settlement, account_of, settle
 from holdfast.errors import Broken
 from holdfast.plan.tree import tree_sum
 
-Connect = Callable[[Generation, str, Store | None, torch.device], Group]
 Entered = Callable[[Generation, Settlement], None]
 
 
@@ -72,10 +73,7 @@ class StateKeeper(Protocol):
 
 
 class Cohort:
-    """This worker's view of the workers it trains with, and of the operations they have committed together.
-
-    ``connect`` forms the group of a generation; tests pass groups of their own.
-    """
+    """This worker's view of the workers it trains with, and of the operations they have committed together."""
 
     def __init__(
         self,
@@ -84,15 +82,15 @@ class Cohort:
         device: torch.device,
         events: Events,
         *,
-        connect: Connect = form,
+        team: Team = ALONE,
     ) -> None:
         self.membership = membership
+        self._team = team
         self.group: Group | None = None
         self.everybody_leaves = False  # result of the last vote
         self._keeper = keeper
         self._device = device
         self._events = events
-        self._connect = connect
         self._leaves = False  # this worker has said in its last vote that it was asked to leave
         self._operation: int | None = None  # number of committed operations; None until this worker has the state
         self._voted: Operation | None = None  # operation that it has voted for and not yet applied or dropped
@@ -104,8 +102,8 @@ class Cohort:
         self._has_stepped = False  # a step was committed in this generation
         self._unreached: tuple[str, ...] = ()  # members whose machines did not answer in the last generation
         self._refused: tuple[str, ...] = ()  # those whose machines refused this worker
-        self._closed: list[Group] = []  # groups of past generations, freed once training goes on
         self._sent = 0  # bytes sent in past generations
+        self._joined: set[str] = set()  # workers that came after the begin, as far as this one knows
         self._called = False  # the generation was ended for somebody who wants to join or leave
         self._entered: list[Entered] = []
         membership.on_break(self._broken)
@@ -116,8 +114,8 @@ class Cohort:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker is the first of its generation."""
-        return self.group is not None and self.group.rank == 0
+        """Whether this worker is the first of its generation, and this process the first of its team."""
+        return self.group is not None and self.group.is_first
 
     @property
     def size(self) -> int:
@@ -143,6 +141,11 @@ class Cohort:
     def stops(self) -> bool:
         """Whether somebody joins or leaves at the next boundary. All workers agree on it: they have voted on it."""
         return self._stop_at_boundary
+
+    @property
+    def joiners(self) -> Collection[str]:
+        """The workers of this generation that came after the begin, as far as this one knows."""
+        return self._joined.intersection(self.workers)
 
     @property
     def generation(self) -> int:
@@ -183,25 +186,40 @@ class Cohort:
 
         Raises ``UsageError`` if workers vote on different operations, and whatever the operation's methods raise.
         """
+        while (result := self.try_commit(operation)) is None:
+            pass
+        return result
+
+    def try_commit(self, operation: Operation) -> float | None:
+        """Attempt an operation once; return the sum of all workers' values, or None if nobody has committed it.
+
+        After None this worker is in another generation, in which all attempt it again. Raises as ``commit`` does.
+        """
         before = self._operation
-        assert self.group is not None
-        assert before is not None
-        self._doing = operation.kind
-        self.membership.doing(before, name_of(operation))
-        while self._operation == before:
-            with PULSE.at(self._where(operation)):
-                succeeded = self._succeeds(operation)
-                if succeeded:
-                    self._apply(operation)
-            if not succeeded:
-                # Outside of the except clause: the exception's frames would keep the broken attempt's memory.
-                if self._voted is None:
-                    operation.drop()
-                # Once it has voted it must keep the result: another worker may have seen the vote succeed.
-                self._regroup(boundary=False, broken=True)
+        with self.doing(operation):
+            succeeded = self._succeeds(operation)
+            if succeeded:
+                self._apply(operation)
+        if not succeeded:
+            # Outside of the except clause: the exception's frames would keep the broken attempt's memory.
+            if self._voted is None:
+                operation.drop()
+            # Once it has voted it must keep the result: another worker may have seen the vote succeed.
+            self._regroup(boundary=False, broken=True)
+        if self._operation == before:
+            return None
         self._doing = ""
-        assert self._result is not None
         return self._result
+
+    @contextmanager
+    def doing(self, operation: Operation) -> Iterator[None]:
+        """Say, while this context lasts, that this worker computes what it is going to attempt."""
+        assert self.group is not None
+        assert self._operation is not None
+        self._doing = operation.kind
+        self.membership.doing(self._operation, name_of(operation))
+        with PULSE.at(self._where(operation)):
+            yield
 
     def _where(self, operation: Operation) -> Where:
         """Say what the operation is to those who look for hung workers: a generation's first step may take long."""
@@ -211,7 +229,9 @@ class Cohort:
         """Attempt and vote; return whether the vote succeeded."""
         assert self.group is not None
         try:
-            self._result = self._vote(operation, operation.attempt(self.group))
+            with self._team.together(name_of(operation)):
+                values = operation.attempt(self.group)
+            self._result = self._vote(operation, values)
         except Broken:
             return False
         return True
@@ -226,18 +246,32 @@ class Cohort:
         joiners = joiners or self._called
         faults.point("vote")
         mark = mark_of(operation)
-        ballot = torch.tensor([mark, mark**2, joiners, self._leaves, *values], dtype=torch.float64)
-        ballot = ballot.to(self._device)
+        shares = operation.shares
+        few = values if shares is None else []
+        ballot = torch.tensor([mark, mark**2, joiners, self._leaves, *few], dtype=torch.float64, device=self._device)
         self._voted = operation
-        self.group.vote(ballot)
-        marks, squares, joining, leaving, *sums = ballot.tolist()
-        refuse_to_differ(marks, squares, self.group.size)
+        shared = None if shares is None else Shared(rows=[values], shares=shares)
+        told, sums = self._team.led(lambda: self._cast(ballot, shared))
+        if not self._team.leads:
+            self.group.voted()
+        marks, squares, joining, leaving, *heard = told
+        refuse_to_differ(marks, squares, self.group.size, self.joiners)
         faults.point("voted")
         self._stop_at_boundary = self._stop_at_boundary or joining + leaving > 0
         # If the workers that stay cannot hold the model, all save and end together.
         too_few = self.group.size - leaving < self._keeper.minimum and not joining
         self.everybody_leaves = leaving > 0 and (leaving == self.group.size or too_few)
-        return tree_sum(sums)
+        return sums[0] if sums else tree_sum(heard)
+
+    def _cast(self, ballot: torch.Tensor, shared: Shared | None) -> tuple[list[float], list[float]]:
+        """Cast this worker's ballot; return the sums of all ballots, and of the shared values. Raises ``Broken``.
+
+        The leader of a team votes when all of its ranks hold the result. So if a vote succeeds, all ranks of all teams
+        do; and a team whose leader has seen it succeed applies it on all ranks, or is lost as a whole.
+        """
+        assert self.group is not None
+        sums = self.group.vote(ballot, shared)
+        return ballot.tolist(), sums
 
     def _apply(self, operation: Operation) -> None:
         """Apply an operation whose vote has succeeded. After a generation's first one, recovery is over."""
@@ -251,16 +285,7 @@ class Cohort:
         if self._first_of_generation:
             self._first_of_generation = False
             self._keeper.let_go()
-            self._free_closed_groups()
             self.membership.progressed(self.group.generation, self._operation)
-
-    def _free_closed_groups(self) -> None:
-        """Free the groups of past generations, in a thread.
-
-        Gloo takes ten milliseconds for each, under the interpreter's lock, so it is not done while survivors recover.
-        """
-        closed, self._closed = self._closed, []
-        threading.Thread(target=closed.clear, daemon=True).start()
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -272,9 +297,7 @@ class Cohort:
         while True:
             if self.group is not None:
                 self._unreached = self._unreached or self.group.unreached
-                self.group.unreached = ()  # told once
                 self.group.close()
-                self._closed.append(self.group)
                 self._sent += self.group.bytes
                 self.group.bytes = 0  # counted once, if this has to be tried again
             faults.point("regroup")
@@ -290,8 +313,12 @@ class Cohort:
 
     def _standing(self, boundary: bool, broken: bool) -> Standing:
         """Return what this worker shows to get into the next generation."""
+        account = self._keeper.account()
+        ranks = self._team.exchange("what is held", [account.held, account.next])
         account = dataclasses.replace(
-            self._keeper.account(),
+            account,
+            held=common([held for held, _ in ranks]),
+            next=common([coming for _, coming in ranks]),
             doing=self._doing,
             result=self._result,
             everybody_leaves=self.everybody_leaves,
@@ -313,17 +340,21 @@ class Cohort:
 
         The order matters. Sides are taken first, so that state counts as the settlement says even if a later part
         breaks. Newcomers are told where the run is before layers are computed again or copied, since both depend
-        on it.
+        on it. The ranks of a team meet after each part that talks to others: so they stay together.
         """
-        self.group = group = self._join(generation)
+        with self._team.together("the begin of a generation"):
+            self.group = group = self._join(generation)
         settlement = settle(generation.standings)
         self._take_sides(generation, settlement)
-        self._keeper.inform(group, generation, settlement)
+        with self._team.together("where the run is"):
+            self._keeper.inform(group, generation, settlement)
         if settlement.begins is None:
             self._operation = settlement.operation  # units that arrive from here on count, even if a later part breaks
-        settlement = self._keeper.bring_back(group, generation, settlement)
-        traffic = self._keeper.provide(group, generation, settlement)
+        with self._team.together("the state of its place"):
+            settlement = self._keeper.bring_back(group, generation, settlement)
+            traffic = self._keeper.provide(group, generation, settlement)
         self._operation = settlement.operation
+        self._joined |= set() if settlement.begins is not None else set(settlement.newcomers)
         self._stop_at_boundary = False
         self._first_of_generation = True
         self._has_stepped = False
@@ -343,14 +374,14 @@ class Cohort:
         )
 
     def _join(self, generation: Generation) -> Group:
-        """Connect with the members of a generation. Raises ``Broken`` if it ends meanwhile."""
-        store = None if len(generation.members) == 1 else self.membership.store(generation)
-        group = self._connect(generation, self.membership.worker, store, self._device)
+        """Meet the members of a generation. Raises ``Broken`` if it ends meanwhile."""
+        faults.point("enter")
+        group = self.membership.connect(generation, self._device)
         self.group = group  # from here on ``_broken`` can abort it
-        self.membership.formed()
         if self._ended >= generation.number:  # ``_broken`` was called before there was a group to abort
             group.abort("the generation ended while it formed")
-        group.check()
+        group.gather()
+        self.membership.formed()
         return group
 
     def _take_sides(self, generation: Generation, settlement: Settlement) -> None:
@@ -389,4 +420,14 @@ class Cohort:
         operation.apply(account.result)
         self._keeper.let_go()  # the vote succeeded, so every member had all that it needed
         self._voted = None
+        self._doing = ""  # else the next generation, if this one breaks, takes it for the next operation
         self._operation = settlement.operation
+
+
+def common(ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the units that all ranks of a team hold: a copy may have broken off on some of them only.
+
+    >>> common([(0, 1, 2), (0, 2)])
+    (0, 2)
+    """
+    return tuple(sorted(set(ranks[0]).intersection(*ranks[1:])))

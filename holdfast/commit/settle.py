@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.cluster.membership import Judgement, Standing, newest_of, worker_order
+from holdfast.words import some_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ def settle(standings: Mapping[str, Standing]) -> Settlement:
     newest = newest_of(standings.values())
     if not newest:
         return _begin(order, accounts)
-    forward = [w for w in order if standings[w].operation == newest - 1 and standings[w].voted]
+    forward = {w: None for w in order if standings[w].operation == newest - 1 and standings[w].voted}  # in order
     held = {w: frozenset(_still_held(standings[w], accounts[w], newest)) for w in order}
     undone = {w: held[w] & set(accounts[w].undone) if w not in forward else frozenset() for w in order}
     held, inexact = trusted(held, undone)
@@ -97,7 +98,7 @@ def settle(standings: Mapping[str, Standing]) -> Settlement:
         held=held,
         newcomers=tuple(newcomers),
         begins=None,
-        reason=_reason(standings, newest, forward, newcomers, sorted(inexact)),
+        reason=_reason(standings, newest, [*forward], newcomers, sorted(inexact)),
         lost=tuple(unit for unit in range(max(account.units for account in accounts.values())) if unit not in there),
         replayable=all(account.logged for account in trained),
         undone=tuple(sorted(frozenset().union(*undone.values()))),
@@ -174,11 +175,11 @@ def _reason(
 ) -> str:
     parts = []
     if forward:
-        parts.append(f"operation {newest - 1} is committed: {', '.join(forward)} roll forward")
+        parts.append(f"operation {newest - 1} is committed: {some_of(forward)} roll forward")
     if any(s.operation == newest and s.voted for s in standings.values()):
         parts.append(f"nobody has committed operation {newest}: it is done again")
     if newcomers:
-        parts.append(f"{', '.join(newcomers)} get the state")
+        parts.append(f"{some_of(newcomers)} get the state")
     if inexact:
         parts.append(
             f"all copies of units {', '.join(map(str, inexact))} were updated and taken back, one is everybody's"

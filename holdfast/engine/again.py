@@ -47,6 +47,7 @@ class Again:
         self._find = find
         layers = [engine.model.layers[layer] for span in spans for layer in span]
         parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+        self._workers = workers
         self._computes = group.rank < workers
         self._buckets = make_buckets([(tuple(range(workers)), parameters)])
         self._recorder = Recorder(log, {end for span in spans for end in (span.start, span.stop)})
@@ -66,28 +67,36 @@ class Again:
         self._recorder.at(step, range(order.micro_batches(step)))
         reduction = Reduction(self._buckets, self._group, shares, exact=self._engine.exact)
         collector.begin(reduction)
-        for index in reduction.share:
-            reduction.before(index)
-            last = index == reduction.share[-1]
-            collector.micro_batch(last=last)
-            for stage in self._stages:
-                stage.compute(step, index)
-            if not last:
-                reduction.after(index)
+        with self._engine.statistics.taking_aside():
+            for index in reduction.share:
+                reduction.before(index)
+                last = index == reduction.share[-1]
+                collector.micro_batch(last=last)
+                for stage in self._stages:
+                    stage.compute(step, index)
+                if not last:
+                    reduction.after(index)
         reduction.flush()
         reduction.finish()
         self._tie(step)
+        self._engine.statistics.exchange(self._group, self._layers_of, shares)
 
-    def apply(self, terms: Terms) -> None:
+    def _layers_of(self, rank: int) -> set[int]:
+        """Return the layers that a rank computes again."""
+        return self._inside if rank < self._workers else set()
+
+    def apply(self, step: int, terms: Terms) -> None:
         """Repeat the update that the step ended with. It writes into gradients that were sent: vote before it."""
         if self._computes:
             self._engine.update.repeat(terms)
+            self._engine.statistics.apply(step)
             self.drop()
 
     def drop(self) -> None:
         """Forget the gradients, after an update or a broken attempt."""
         self._engine.collector.end()
         self._engine.ties.forget()
+        self._engine.statistics.drop()
 
     def _tie(self, step: int) -> None:
         """Add up the gradients of shared weights. Those of layers that are not computed again come from records."""

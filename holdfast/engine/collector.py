@@ -7,7 +7,8 @@ import torch
 from holdfast.engine.boundary import unshared
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.reduce import Reduction
-from holdfast.errors import UsageError
+from holdfast.engine.shards import local, split_as
+from holdfast.errors import Broken, UsageError
 
 
 class Collector:
@@ -21,6 +22,8 @@ class Collector:
         self._position: dict[int, int] = {}  # id of a parameter → the position of its bucket
         self._last = False  # whether the current micro-batch is the last one of this worker's share
         self._ready: set[int] = set()  # ids of parameters whose gradient of the current micro-batch is there
+        self.seen: set[int] = set()  # ids of parameters that have got a gradient in this attempt
+        self._passing = True  # a gradient that comes now is one of a backward pass of the step
         for layer in model.layers:
             for p in layer.parameters():
                 if p.requires_grad:
@@ -28,14 +31,19 @@ class Collector:
 
     def begin(self, reduction: Reduction) -> None:
         """Collect for this reduction from now on."""
-        self.reduction = reduction
+        self.reduction, self._passing = reduction, True
+        self.seen.clear()
         buckets = enumerate(reduction.buckets)
         self._position = {id(p): place for place, bucket in buckets for p in bucket.parameters}
 
     def micro_batch(self, *, last: bool) -> None:
         """Prepare for the backward pass of the next micro-batch. With the ``last`` one, sums are complete."""
-        self._last = last
+        self._last, self._passing = last, True
         self._ready.clear()
+
+    def between(self) -> None:
+        """Refuse gradients until the next ``micro_batch``: none of the step's backward passes runs."""
+        self._passing = False
 
     def stop(self) -> None:
         """Stop the reduction; its gradients stay."""
@@ -53,7 +61,13 @@ class Collector:
         reduction = self.reduction
         if reduction is None:
             return
-        reduction.group.check()  # raises ``Broken`` when the generation is over: no need to compute the rest
+        if not self._passing:
+            raise UsageError(
+                "a backward pass ran beside that of the step: its gradients would be counted on some workers only",
+                hint="add the losses up, and step.backward(loss) once for each batch, in place of loss.backward()",
+            )
+        if reduction.group.team.size == 1:  # ranks of a team compute to the end of the pass: their mates do
+            reduction.group.check()  # raises ``Broken`` when the generation is over: no need to compute the rest
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise UsageError("a sparse gradient cannot be summed with others'", hint="nn.Embedding(…, sparse=False)")
         if id(p) in self._ready:
@@ -61,7 +75,19 @@ class Collector:
                 "a parameter gets its gradient in several parts within one backward pass",
                 hint="torch.utils.checkpoint with use_reentrant=False gives it whole",
             )
-        p.grad = unshared(p.grad)
+        p.grad = None if p.grad is None else _unshared(p.grad)
         self._ready.add(id(p))
+        self.seen.add(id(p))
         if self._last:
-            reduction.gradient_ready(self._position[id(p)])
+            try:
+                reduction.gradient_ready(self._position[id(p)])
+            except Broken:  # it is raised again at the end of the passes
+                if reduction.group.team.size == 1:
+                    raise
+
+
+def _unshared(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in memory of its own, as ``unshared`` does, also of a tensor that a team has split."""
+    part = local(gradient)
+    mine = unshared(part)
+    return gradient if mine is part or mine is None else split_as(mine, gradient)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,18 +14,23 @@ from torch import nn
 
 from holdfast.cluster import faults
 from holdfast.cluster.group import Group, alone
-from holdfast.data.fetch import Dataset, fetch
-from holdfast.data.order import Batches, Order
+from holdfast.cluster.team import Team
+from holdfast.data.feed import Feed
+from holdfast.data.fetch import pair, to_device
+from holdfast.data.order import Batches
+from holdfast.engine.attempt import Attempt, checked
+from holdfast.engine.buffers import ChangingBuffers
 from holdfast.engine.collector import Collector
 from holdfast.engine.gradients import Bucket, make_buckets
 from holdfast.engine.guard import Guard, refusal
 from holdfast.engine.holdings import Holdings
+from holdfast.engine.loss_reads import refuse_reads
 from holdfast.engine.model import LayeredModel, Unit
-from holdfast.engine.reduce import Reduction
+from holdfast.engine.shards import norms_of_team, put_back, tells
 from holdfast.engine.stage import Stage, connect, post_of
-from holdfast.engine.statistics import ChangingBuffers
+from holdfast.engine.statistics import Statistics
 from holdfast.engine.tied_gradients import Ties
-from holdfast.engine.update import Update
+from holdfast.engine.update import Terms, Update
 from holdfast.errors import Broken, LossNotFinite, UsageError
 from holdfast.log.record import Recorder, RecordKeeper
 from holdfast.plan.layout import Layout, side_by_side
@@ -33,14 +39,18 @@ from holdfast.rng import seed_everything, seed_of
 from holdfast.undo.eager import Eager
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Weight = Callable[[Any], Any]  # of a batch: a number
 
 
 class Engine:
     """Computes steps. Of failures it knows only that ``Broken`` may be raised at any time.
 
-    ``loss(output, target)`` returns the mean over the samples. ``order`` says which samples each micro-batch has.
-    ``exact``: results must not depend on the layout. ``autocast``: the dtype of the forward pass; None: as the model.
-    ``log`` keeps what is sent across logged boundaries; None: no log.
+    ``loss(output, target)`` returns the mean over a micro-batch; with ``takes_model`` it is ``loss(model, batch)``, and
+    computes the forward pass itself; None: the script does, in a ``Loop``. ``weight(batch)`` is a micro-batch's weight
+    in the step; None: its number of samples. ``feed`` gives the batches. ``exact``: results must not depend on the
+    layout. ``autocast``: the dtype of the forward pass; None: as the model. ``log`` keeps what is sent across logged
+    boundaries; None: no log.
+    ``stays_whole``: every worker will always hold all layers, so the loss may read parameters.
     """
 
     def __init__(
@@ -48,37 +58,50 @@ class Engine:
         *,
         model: LayeredModel,
         update: Update,
-        loss: Loss,
-        data: Dataset,
-        order: Batches,
-        collate: Callable[[list[Any]], Any],
+        loss: Loss | None,
+        feed: Feed,
         exact: bool,
         autocast: torch.dtype | None,
         log: RecordKeeper | None = None,
+        weight: Weight | None = None,
+        takes_model: bool = False,
+        stays_whole: bool = True,
     ) -> None:
         self.model = model
         self.update = update
         self.loss = loss
-        self.data = data
-        self.order = order
-        self.collate = collate
+        self.feed = feed
+        self.weight = weight
+        self.takes_model = takes_model
+        self.total = 0.0  # the weights of the last attempt's micro-batches together: samples, without ``weight``
+        self.terms: Terms | None = None  # of the last committed update
         self.exact = exact
         self.autocast = autocast
         self.log = log
         self.layout = side_by_side(len(model.layers), 1)
+        self._may_read = stays_whole  # whether the loss may read parameters: every worker holds them all
+        self._was_watched = False  # whether a loss has been seen not to read them
+        self.weights: dict[int, float] = {}  # by micro-batch: those that this worker has found in this attempt
+        self.current: Attempt | None = None  # the attempt under way, or the last one
         # An eager update changes parameters while passes still run.
         self.guard = Guard(model, trained=update.inverse is None, loss=loss)
         self.buffers = None if exact or log is not None else ChangingBuffers(self.guard)  # None: none may change
-        self.used: list[int] = []  # samples of the current attempt, for tests that count them
+        self.statistics = Statistics(model)
+        self.used: list[Any] = []  # samples of the current attempt, for tests that count them
         self.ties = Ties(model)
         self.eager = None if update.inverse is None else Eager(model, update)
         self.holdings = Holdings(unit.number for unit in model.units if model.is_held(unit))
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self.collector = Collector(model)
-        self._stage: Stage | None = None  # None: no place in the layout
+        self.stage: Stage | None = None  # None: no place in the layout
         self._norms: torch.Tensor | None = None  # norms of all parameters' gradients, of the current attempt
         self._tells = torch.empty(0, dtype=torch.bool)  # by parameter: whether this worker tells the others its norm
         self.enter(self.layout, alone())
+
+    @property
+    def order(self) -> Batches:
+        """The samples of each micro-batch."""
+        return self.feed.order
 
     def enter(
         self, layout: Layout, group: Group, *, logged: Collection[int] = (), order: Batches | None = None
@@ -88,18 +111,20 @@ class Engine:
         ``logged``: the boundaries whose records are kept. ``order``: the samples of the micro-batches from now on;
         None: as before.
         """
-        self.order = self.order if order is None else order
-        stage, self._stage = self._stage, None  # even if ``close`` raises, it is not closed a second time
+        if order is not None:
+            self.feed.order = order
+        stage, self.stage = self.stage, None  # even if ``close`` raises, it is not closed a second time
         if stage is not None:
             stage.close()
         self.layout = layout
         post = post_of(layout, group.rank)
         self.recorder = None if self.log is None else Recorder(self.log, logged)
         if post is not None:
-            self._stage = Stage(group, post, connect(group, post, self.model.device), self.recorder)
-        self._buckets = self._buckets_of(layout, group.rank)
+            self.stage = Stage(group, post, connect(group, post, self.model.device), self.recorder)
+        self.buckets = self._buckets_of(layout, group.rank)
         tells = [layout.holders(layer)[0] == group.rank for layer in self._home]
         self._tells = torch.tensor(tells, device=self.model.device)
+        self.feed.enter(lambda step: self.shares(self.order.micro_batches(step))[group.rank])
 
     def _buckets_of(self, layout: Layout, rank: int) -> list[Bucket]:
         """Return the buckets that a rank reduces: parameters of consecutive layers with the same holders."""
@@ -111,7 +136,7 @@ class Engine:
                 groups.append((ranks, []))
             groups[-1][1].extend(p for p in layer.parameters() if p.requires_grad)
         mine = [bucket for bucket in make_buckets(groups) if rank in bucket.ranks]
-        known = {tuple(map(id, bucket.parameters)): bucket for bucket in self._buckets}
+        known = {tuple(map(id, bucket.parameters)): bucket for bucket in self.buckets}
         for bucket in mine:  # a bucket of the last layout lends its memory to the same one of this layout
             before = known.get(tuple(map(id, bucket.parameters)))
             if before is not None:
@@ -120,6 +145,12 @@ class Engine:
 
     # --- one step --------------------------------------------------------------------------------
 
+    def begin(self, step: int, group: Group) -> Attempt:
+        """Begin an attempt at a step. What the one before has left behind is dropped."""
+        self.drop()
+        self.current = Attempt(self, step, group)
+        return self.current
+
     def attempt(self, step: int, group: Group) -> list[float]:
         """Compute this worker's share of a step, and reduce the gradients with the group.
 
@@ -127,48 +158,55 @@ class Engine:
         a worker is lost, ``LossNotFinite`` for a loss that is NaN or infinite, and ``UsageError`` for a loss that is
         not one number, and for a forward pass that changes what it must not.
         """
-        self.drop()
-        count = self.order.micro_batches(step)
-        losses = [0.0] * count
-        self.model.train()
-        self.used = []
-        summed = None
-        if self.eager is not None:
-            self.eager.begin(step)
-            summed = self.eager.summed
-        reduction = Reduction(self._buckets, group, self._shares(count), exact=self.exact, summed=summed)
-        self.collector.begin(reduction)
-        if self.log is not None and self.recorder is not None:
-            self.log.begin(step)
-            self.recorder.at(step, reduction.share)
-        if self._stage is not None:
-            with self._guarding("the forward pass"):
-                self._run_schedule(step, self._stage, reduction, losses)
-                self._stage.finish()
-        reduction.flush()
-        reduction.finish()
-        self.ties.add_up(group, self.layout, self.recorder)
-        self._norms = self._all_norms(group)
-        if self.buffers is not None:
-            self.buffers.agree(group, self.layout, self._shares(count))
-        if self.eager is not None:
-            self.eager.added_up()
-        return losses
+        attempt = self.begin(step, group)
+        try:
+            self.compute(attempt)
+        except Broken:
+            attempt.broken()  # the pass is dropped, but not what it has written
+            raise
+        return self.finish(attempt)
 
-    def _shares(self, count: int) -> list[range]:
+    def compute(self, attempt: Attempt) -> None:
+        """Run the forward and backward passes of this worker's share."""
+        if self.takes_model:
+            assert self.loss is not None, "the micro-batches of a loop are computed by its script"
+            for batch in attempt.micro_batches():
+                attempt.backward(self.loss(self.model.module, batch))
+        elif self.stage is not None:
+            self._run_schedule(attempt, self.stage)
+            self.stage.finish()
+
+    def finish(self, attempt: Attempt) -> list[float]:
+        """Reduce the gradients of an attempt with its group; return its losses, as ``attempt`` does."""
+        self.total = attempt.finish()
+        losses = attempt.losses
+        return losses if self.weight is None else [loss / self.total for loss in losses]
+
+    def seed_part(self, part: int) -> None:
+        """Seed the random numbers of a part of the micro-batch under way: dropout must not be alike in all parts."""
+        if part and self.current is not None:
+            self.current.seed_part(part)
+
+    def shares(self, count: int) -> list[range]:
         """Return the micro-batches of each rank: those of its pipeline."""
         by_line = self.layout.shares(count)
         roles = [self.layout.role(rank) for rank in range(self.layout.size)]
         return [range(0) if role is None else by_line[role.pipeline] for role in roles]
 
-    def _run_schedule(self, step: int, stage: Stage, reduction: Reduction, losses: list[float]) -> None:
+    def layers_of(self, rank: int) -> range:
+        """Return the layers that a rank computes."""
+        role = self.layout.role(rank)
+        return range(0) if role is None else role.layers
+
+    def _run_schedule(self, attempt: Attempt, stage: Stage) -> None:
         """Run the forward and backward passes of this stage, in the order 1F1B; fill in its losses."""
-        share, post = reduction.share, stage.post
+        step, reduction, post = attempt.step, attempt.reduction, stage.post
+        share = reduction.share
         ops = one_forward_one_backward(stage=post.role.stage, stages=post.stages, micro_batches=len(share))
         for op in ops:
             index = share[op.micro_batch]
             if op.kind == "forward":
-                losses[index] = self.forward_pass(step, index, op.micro_batch, stage, reduction.group)
+                attempt.losses[index] = self.forward_pass(step, index, op.micro_batch, stage, reduction.group)
                 continue
             last = index == share[-1]
             reduction.before(index)
@@ -183,64 +221,88 @@ class Engine:
         ``index``: the micro-batch's number in the step; ``number``: its number in the pipeline's share.
         """
         post = stage.post
-        samples, place = self.order.samples(step, index), self.order.number(step, index)
-        if faults.sabotaged("repeat-sample"):
-            samples[0] = samples[-1] if len(samples) > 1 else (samples[0] + 1) % len(self.data)
-        faults.point("data")
+        place = self.order.number(step, index)
         inputs = targets = None
         if post.is_first or post.is_last:
-            seed_everything(seed_of(self.order.seed, step, place, "data"), self.model.device)
-            inputs, targets = fetch(self.data, samples, self.collate, self.model.device)
-        if post.is_first:
-            self.used += samples
+            inputs, targets = pair(self.read(step, index, noted=post.is_first))
+        else:
+            faults.point("data")
         faults.point("forward")
 
         def compute(x: Any) -> Any:
-            return self._through(post.role.layers, x, targets, step=step, index=place, between=group.check)
+            with self.statistics.micro_batch(index):
+                return self._through(post.role.layers, x, targets, step=step, index=place, between=group.check)
 
         result = stage.forward(number, inputs, compute)
         if not post.is_last:
+            self.weights.pop(index, None)  # the last stage tells it
             return 0.0
-        value = float(result.detach())
+        return self.weigh(step, index, result)
+
+    def read(self, step: int, index: int, *, noted: bool = True) -> Any:
+        """Return the batch of a micro-batch on the device, and note its weight; its samples too, if ``noted``."""
+        faults.point("data")
+        read = (index + 1) % self.order.micro_batches(step) if faults.sabotaged("repeat-sample") else index
+        batch = to_device(self.feed.read(step, read), self.model.device)
+        if self.weight is not None:
+            self.weights[index] = weight_of(self.weight(batch))
+        if noted:
+            self.used += self.feed.used(step, read)
+        return batch
+
+    def weigh(self, step: int, index: int, loss: torch.Tensor) -> float:
+        """Return the loss of a micro-batch with its weight. Raises ``LossNotFinite`` if it is NaN or infinite."""
+        if self.weights.get(index) == 0.0:
+            return 0.0  # the mean over nothing is NaN
+        value = float(loss.detach())
         if not math.isfinite(value):
             raise LossNotFinite(
-                f"the loss is {value} at step {step}, micro-batch {index} (samples {samples})",
+                f"the loss is {value} at step {step}, micro-batch {index} ({self.feed.named(step, index)})",
                 hint="lower the learning rate, clip_norm=1.0, or look at these samples",
             )
-        return value * self._weight(step, samples)
+        return value * self.factor(step, index)
 
     def backward_pass(self, step: int, index: int, number: int, stage: Stage) -> None:
         """Run one backward pass of a stage. The arguments are those of ``forward_pass``."""
         faults.point("backward")
-        weight = self._weight(step, self.order.samples(step, index))
-        stage.backward(number, weight, skip=faults.sabotaged("skip-gradient"))
+        weight = self.factor(step, index) if stage.post.is_last else 1.0
+        stage.backward(number, weight, skip=weight == 0.0 or faults.sabotaged("skip-gradient"))
 
-    def _weight(self, step: int, samples: list[int]) -> float:
-        """Return a micro-batch's share of the step's samples."""
-        return len(samples) / self.order.batch_size(step)
+    def factor(self, step: int, index: int) -> float:
+        """Return the factor of a micro-batch's loss: its share of the step's samples, or its weight.
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+        Gradients that are summed with weights are divided by their total in the update: nobody knows it before.
+        """
+        if self.weight is None:
+            return len(self.order.samples(step, index)) / self.order.batch_size(step)
+        return self.weights[index]
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Return the context of forward passes, with their dtype."""
         return torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None)
 
     def _through(
         self, layers: range, x: Any, targets: Any, *, step: int, index: int, between: Callable[[], None]
     ) -> Any:
         """Return the output of these layers for ``x``, or the loss if the last layer is among them."""
-        with self._autocast():
+        with self.autocasting():
             output = self.model.forward(x, layers, step=step, index=index, between=between, exact=self.exact)
             return self._loss_of(output, targets) if layers.stop == len(self.model.layers) else output
 
     def _loss_of(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the user's loss. Raises ``UsageError`` if it is not one number that depends on parameters."""
-        loss = self.loss(output, targets)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise UsageError("loss must give one number, the mean over the samples", hint="reduction='mean'")
-        if not loss.requires_grad:
-            raise UsageError("the loss does not depend on any parameter", hint="check requires_grad, and detach()")
-        return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+        assert self.loss is not None
+        watched = not (self._may_read or self._was_watched)
+        with refuse_reads(self.model) if watched else nullcontext():
+            loss = checked(self.loss(output, targets))
+        self._was_watched = True  # once, unless a later step reads more: what this worker does not hold is NaN
+        if not (watched or self._may_read or math.isfinite(float(loss.detach()))):
+            with refuse_reads(self.model):
+                self.loss(output, targets)
+        return loss
 
     @contextmanager
-    def _guarding(self, during: str) -> Iterator[None]:
+    def guarding(self, during: str) -> Iterator[None]:
         """Guard the model's tensors while passes run. Raises ``UsageError`` for a change that would stay unknown."""
         renewed = self.guard.begin()
         if self.buffers is not None:
@@ -253,6 +315,7 @@ class Engine:
         self._look(during)
 
     def _look(self, during: str) -> None:
+        put_back(self.model.module)
         changed = self.guard.changed()
         for each in changed:
             if each.kind != "buffer" or self.buffers is None:
@@ -264,23 +327,32 @@ class Engine:
         """Raise ``UsageError`` if some byte that no pass may change has changed, in a unit or (None) anywhere."""
         self.guard.look_at_all(unit, buffers=self.buffers is None)
 
-    def _all_norms(self, group: Group) -> torch.Tensor | None:
-        """Return the norms of all parameters' gradients, if they are needed and some gradients are on other workers.
+    def sum_norms(self, group: Group) -> None:
+        """Learn the norms of all parameters' gradients, if some gradients are on other workers.
 
         The first holder of each parameter tells its norm; the others add zero. In the same exchange workers compare
         the values of the optimizer's groups: steps on different layers may have led to different ones. Raises
         ``UsageError`` if they have.
         """
+        self._norms = None
+        if group.team.size > 1:
+            self._norms = self._norms_of(group.team)
         if self.layout.is_whole:
-            return None
+            return
         mark = self.update.mark()
         told = torch.tensor([mark, mark**2], dtype=torch.float64, device=self.model.device)
-        if self.update.clip_norm is not None:
-            told = torch.cat([told, self.update.norms().masked_fill_(~self._tells, 0.0)])
+        told = torch.cat([told, self.update.norms().masked_fill_(~self._tells, 0.0)])
         group.sum(told)
         if float(told[0]) ** 2 != float(told[1]) * group.size:
             raise self.update.other_groups()
-        return None if self.update.clip_norm is None else told[2:]
+        self._norms = told[2:]
+
+    def _norms_of(self, team: Team) -> torch.Tensor:
+        """Return the norms of all parameters' gradients, of which each rank of a team has a part."""
+        norms = self.update.norms()
+        counts = [team.leads or tells(p) for p in self.update.parameters]
+        parts = [norm if own else 0.0 for norm, own in zip(norms.tolist(), counts, strict=True)]
+        return torch.tensor(norms_of_team(team.exchange("the norms", parts)), dtype=norms.dtype, device=norms.device)
 
     @cached_property
     def _home(self) -> list[int]:
@@ -288,30 +360,60 @@ class Engine:
         homes = {id(p): min(unit.layers) for unit in self.model.units for p in unit.parameters}
         return [homes[id(p)] for p in self.model.trainable]
 
+    @property
+    def facts(self) -> dict[str, float | None]:
+        """Facts of the last committed step, as ``run.script.Step`` has them."""
+        terms, total = self.terms, self.total
+        return {
+            "lr": None if terms is None or not terms.groups else float(terms.groups[0]["lr"]),
+            "grad_norm": None if terms is None else terms.norm,
+            "tokens": int(total) if total.is_integer() else total,
+        }
+
     def apply(self, step: int) -> None:
         """Update with the gradients of the last attempt. An eager update is done already: make it final."""
         faults.point("update")
-        terms = self.update.apply(step=step, norms=self._norms) if self.eager is None else self.eager.commit()
+        total = None if self.weight is None else self.total
+        if self.eager is None:
+            terms = self.update.apply(step=step, norms=self._norms, total=total)
+        else:
+            norm = self.update.norm(self._norms, total)
+            terms = replace(self.eager.commit(), norm=norm)
+        self.terms = terms
         if self.log is not None:
             self.log.note(step, terms)
         if faults.sabotaged("double-update"):
             self.update.apply(step=step, norms=self._norms)
+        if faults.sabotaged("flip-bit"):
+            next(p for p in self.model.trainable if p.grad is not None).data.view(-1).view(torch.int32)[0] ^= 1
+        self.statistics.apply(step)
         if self.buffers is not None:
             self.buffers.keep()
+        self.feed.keep()
         self.drop()
         seed_everything(seed_of(self.order.seed, step, "after"), self.model.device)
 
     def drop(self) -> None:
         """Forget the gradients of the last attempt, and undo its eager updates and its changes of buffers."""
+        if self.current is not None:
+            self.current.broken()
+        self.feed.drop()
+        self.statistics.drop()
         if self.buffers is not None:
             self.buffers.restore()
         if self.eager is not None:
             self.collector.stop()
             self._undo(self.eager)
         self.collector.end()
-        if self._stage is not None:
-            self._stage.finish()  # frees the activations of a broken attempt: recovery may need the memory
+        if self.stage is not None:
+            self.stage.finish()  # frees the activations of a broken attempt: recovery may need the memory
         self.ties.forget()
+
+    def abandon(self) -> None:
+        """Drop an attempt that an exception of the script has ended, so that another run may train the same model."""
+        if self.current is not None:
+            self.current.abandon()
+        self.drop()
 
     def _undo(self, eager: Eager) -> None:
         """Undo the eager updates. Torn units do not count as held any more."""
@@ -320,62 +422,13 @@ class Engine:
         for unit in undone.torn:
             self.update.forget(self.model.units[unit].parameters)
 
-    # --- evaluation ------------------------------------------------------------------------------
 
-    def evaluate(self, data: Dataset, measure: Loss, group: Group) -> list[float]:
-        """Return the weighted values of this worker's share of an evaluation, zero where others compute them.
-
-        ``measure(output, target)`` returns the mean over the samples. Raises ``UsageError`` for empty data, and for
-        an evaluation that changes what it must not. In fast mode its changes of buffers are undone.
-        """
-        if len(data) == 0:
-            raise UsageError("there is nothing to evaluate: the data set is empty")
-        order = Order(
-            size=len(data),
-            global_batch=len(data),
-            micro_batch=self.order.micro_batch,
-            seed=self.order.seed,
-            shuffle=False,
-        )
-        count = order.micro_batches(0)
-        values = [0.0] * count
-        if self._stage is None:
-            return values
-        with self._evaluating(), self._guarding("the evaluation"):
-            for number, index in enumerate(self._shares(count)[group.rank]):
-                group.check()
-                samples = order.samples(0, index)
-                result = self._evaluate_one(self._stage, number, index, data, samples, measure)
-                values[index] = result * len(samples) / len(data)
-        self._stage.evaluated()
-        return values
-
-    def _evaluate_one(
-        self, stage: Stage, number: int, index: int, data: Dataset, samples: list[int], measure: Loss
-    ) -> float:
-        post = stage.post
-        inputs = targets = None
-        if post.is_first or post.is_last:
-            seed_everything(seed_of(self.order.seed, "evaluation", index), self.model.device)
-            inputs, targets = fetch(data, samples, self.collate, self.model.device)
-
-        def compute(x: Any) -> Any:
-            with self._autocast():
-                output = self.model.forward(x, post.role.layers, step="evaluation", index=index, between=lambda: None)
-                return float(measure(output, targets)) if post.is_last else output
-
-        result = stage.evaluate(number, inputs, compute)
-        return float(result) if post.is_last else 0.0
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Set the model to evaluation, without gradients, and back to training. It leaves buffers as they were."""
-        self.model.train(False)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            if self.buffers is not None:
-                self.buffers.restore()
-            self.model.train()
-            seed_everything(seed_of(self.order.seed, "evaluated"), self.model.device)
+def weight_of(given: Any) -> float:
+    """Return a micro-batch's weight as a number. Raises ``UsageError`` if the user's function gave none."""
+    try:
+        value = float(given)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise UsageError(f"weight gave a {type(given).__name__}, not a number", hint="as in .sum()") from e
+    if not 0 <= value < math.inf:
+        raise UsageError(f"weight gave {value}", hint="a number from 0 on, such as the number of tokens that count")
+    return value

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from holdfast.engine.shards import gradient_of, local, split_as
+
 BUCKET_BYTES = 4 * 2**20  # most bytes of a bucket: large enough for full bandwidth, small enough to start early
 SMALL_BYTES = 2**18  # no bucket is cut to less: one more message would cost as much time as it hides
 ALIGNMENT = 16  # elements; for float32 that is a cache line, on which vector instructions are fastest
@@ -51,13 +53,15 @@ class Bucket:
         flat = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         views, start = [], 0
         for p in self.parameters:
-            views.append(_like(flat[start : start + p.numel()], p))
+            part = local(p)
+            views.append(_like(flat[start : start + part.numel()], part))
             start += _padded(p)
         return Slab(views, flat)
 
     def gather(self) -> Slab:
         """Take the parameters' gradients as they are. A parameter that was not used has a gradient of zero."""
-        return Slab([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        found = [(p, gradient_of(p)) for p in self.parameters]
+        return Slab([torch.zeros_like(local(p)) if grad is None else grad for p, grad in found])
 
     def flatten(self, slab: Slab) -> Slab:
         """Return the slab's gradients side by side in memory, so that slices of it can be sent."""
@@ -70,7 +74,7 @@ class Bucket:
     def attach(self, slab: Slab) -> None:
         """Make the slab's values the parameters' gradients."""
         for p, view in zip(self.parameters, slab.views, strict=True):
-            p.grad = view
+            p.grad = split_as(view, p)
 
     def forget(self) -> None:
         """Leave the parameters without gradients."""
@@ -92,7 +96,7 @@ class Bucket:
         return self.scratch[:elements]
 
 
-def _like(flat: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
+def _like(flat: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return the memory as a gradient with the parameter's strides: fused optimizers pair elements by memory."""
     dense = torch.empty_like(p, device="meta").stride() == p.stride()
     return flat.as_strided(p.shape, p.stride()) if dense else flat.view_as(p)
@@ -100,7 +104,7 @@ def _like(flat: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
 
 def _padded(p: nn.Parameter) -> int:
     """Return the elements that a parameter takes in a slab, so that the next one is aligned."""
-    return -(-p.numel() // ALIGNMENT) * ALIGNMENT
+    return -(-local(p).numel() // ALIGNMENT) * ALIGNMENT
 
 
 def make_buckets(
@@ -118,14 +122,14 @@ def make_buckets(
     """
     buckets: list[Bucket] = []
     for ranks, parameters in reversed(groups):
-        total = sum(p.nbytes for p in parameters)
+        total = sum(local(p).nbytes for p in parameters)
         most = limit or min(BUCKET_BYTES, max(SMALL_BYTES, total // 4))
         grouped: list[list[nn.Parameter]] = []
         open_group: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for p in reversed(parameters):
             key = (p.dtype, p.device)
             group = open_group.get(key)
-            if group is None or sum(q.nbytes for q in group) + p.nbytes > most:
+            if group is None or sum(local(q).nbytes for q in group) + local(p).nbytes > most:
                 group = open_group[key] = []
                 grouped.append(group)
             group.append(p)

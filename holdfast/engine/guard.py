@@ -171,7 +171,7 @@ def refusal(each: Guarded, *, during: str = "the forward pass") -> UsageError:
     if each.kind == "buffer of the loss":
         hint = "keep no state in the loss: it is in no checkpoint, and no other worker gets it"
     elif each.kind == "buffer":
-        hint = "leave buffers alone while training, or numerics='fast'"
+        hint = "leave buffers alone while training, declare combine_statistics (docs/exactness.md), or numerics='fast'"
     elif each.kind == "frozen parameter":
         hint = "leave parameters alone in forward; what a forward pass changes is a buffer"
     else:

@@ -23,7 +23,7 @@ class Holdings:
         self.undone |= undone | torn
         self.held -= torn
 
-    def arrived(self, unit: int) -> None:
-        """Note that a unit has come, complete, from somebody who holds it."""
+    def arrived(self, unit: int, *, exact: bool = True) -> None:
+        """Note that a unit has come, complete, from somebody who holds it. ``exact``: its copy was never taken back."""
         self.held.add(unit)
-        self.undone.discard(unit)
+        self.undone.discard(unit) if exact else self.undone.add(unit)

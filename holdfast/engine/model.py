@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from holdfast.engine.boundary import settled
 from holdfast.engine.layers_of import CutModel
+from holdfast.engine.shards import is_split
 from holdfast.engine.tied_weights import alias_shared, share, shared_names
 from holdfast.errors import UsageError
 from holdfast.rng import seed_everything, seed_of, seed_torch, undisturbed_generators
@@ -53,9 +56,11 @@ class LayeredModel:
     def __init__(self, layers: Layers, *, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.device = device
+        self.at = 0  # the layer that runs, or has run last
         self._makers: dict[int, Callable[[], nn.Module]] = {}  # layer → the function that makes it
         self._strides: dict[int, tuple[int, ...]] = {}  # id of a tensor → its strides when it has memory
         self.module, self.layers = self._read(layers)
+        _refuse_lazy(self.module)
         self.trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.aliases = alias_shared(self.module, self.layers)
         self.units = _units(self.layers, self.aliases)
@@ -70,7 +75,8 @@ class LayeredModel:
     def _read(self, layers: Layers) -> tuple[nn.Module, list[nn.Module]]:
         """Return the whole module and its layers, with weights tied that are marked so."""
         if isinstance(layers, CutModel):
-            return layers.module.to(self.device), list(layers.layers)
+            module = layers.module if is_split(layers.module) else layers.module.to(self.device)
+            return module, list(layers.layers)
         given: Sequence[nn.Module | Callable[[], nn.Module]]
         if isinstance(layers, nn.Module):
             module = layers.to(self.device)
@@ -128,11 +134,16 @@ class LayeredModel:
         """
         for number in layers:
             between()
-            seed_torch(seed_of(self.seed, step, index, number), self.device)
+            self.seed_layer(number, step=step, index=index)
             x = self.layers[number](x)
             if exact and number + 1 < len(self.layers):
                 x = settled(x)
         return x
+
+    def seed_layer(self, number: int, *, step: int | str, index: int) -> None:
+        """Seed the random numbers that a layer draws in micro-batch ``index`` of ``step``: it is about to run."""
+        self.at = number
+        seed_torch(seed_of(self.seed, step, index, number), self.device)
 
     def __call__(self, x: Any) -> Any:
         """Return the whole model's output for ``x``, without seeding random numbers."""
@@ -210,6 +221,20 @@ class LayeredModel:
         for alias, primary in self.aliases:
             alias.data = primary.data
 
+    @contextmanager
+    def weights(self, values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+        """Compute with other weights for a while. The model's own are not written to: they may be on their way."""
+        before = {p: p.data for p in values}
+        try:
+            for p, value in values.items():
+                p.data = value
+            self._follow()
+            yield
+        finally:
+            for p, value in before.items():
+                p.data = value
+            self._follow()
+
     # --- views -----------------------------------------------------------------------------------
 
     def parts(self) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
@@ -224,6 +249,16 @@ class LayeredModel:
 
 def _no_layers() -> UsageError:
     return UsageError("layers must be torch modules", hint="pass a module, nn.Sequential or a list")
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    """Raise ``UsageError`` for layers whose shapes only a first batch tells: workers must agree on them before."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise UsageError(
+                f"'{name}' has no shape yet",
+                hint="give lazy layers their sizes, or call the model with a batch before the Run",
+            )
 
 
 def _units(layers: Sequence[nn.Module], aliases: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> tuple[Unit, ...]:
@@ -256,6 +291,17 @@ def _filler(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape with one value for all elements: nearly no memory, and NaN if it can be."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def in_eval(module: nn.Module) -> list[str]:
+    """Return the names of modules that somebody has put into ``eval()`` within a module that is in ``train()``.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval()); in_eval(model)
+    ['1']
+    >>> in_eval(model.eval())
+    []
+    """
+    return [name for name, each in module.named_modules() if not each.training] if module.training else []
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch
 
-from holdfast.checks import one_of
+from holdfast.checks import by_name, one_of
 from holdfast.errors import UsageError
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
     """Settings of how a worker computes.
@@ -22,6 +23,9 @@ class Numerics:
     - ``update``: when the optimizer steps. "commit": once all workers have voted that the step's gradients are
       complete. "eager": each layer as soon as its own gradient is, before the vote. If the step breaks, it is undone
       from the gradients, without a copy, up to rounding (docs/undo.md).
+    - ``check_every``: steps after which workers compare digests of what must be equal on all of them. If something is
+      not, the run ends with its name. "auto": about every hundred steps, or as seldom as it takes to spend at most a
+      thousandth of the time on it. None: never.
     - ``device``: the device to compute on, as ``torch.device`` takes it. None: a GPU for each worker of a host if
       there are any, else the CPU.
 
@@ -34,11 +38,16 @@ class Numerics:
     mode: Literal["exact", "fast"] = "exact"
     autocast: torch.dtype | None = None
     update: Literal["commit", "eager"] = "commit"
+    check_every: int | Literal["auto"] | None = "auto"
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
         one_of("numerics mode", self.mode, ("exact", "fast"))
         one_of("update", self.update, ("commit", "eager"))
+        if self.check_every not in ("auto", None) and (type(self.check_every) is not int or self.check_every < 1):
+            raise UsageError(
+                f"check_every={self.check_every!r} is no number of steps", hint="1 or more, 'auto' or None"
+            )
         if self.autocast is not None and not getattr(self.autocast, "is_floating_point", False):
             raise UsageError(f"autocast={self.autocast!r} is no dtype of numbers", hint="torch.bfloat16, or None")
         try:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.engine.fingerprint import fingerprint
+from holdfast.engine.several import Several
 from holdfast.errors import UsageError
 
 MARKS = 2**20  # marks are below this: a float64 holds the sum of the squares of 8,000 of them exactly
@@ -48,13 +49,14 @@ class Outside:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._parts = [*optimizer.parts.values()] if isinstance(optimizer, Several) else [optimizer]
         self._parameters = {p: number for number, p in enumerate(_parameters(optimizer))}
-        self._before: dict[str, Any] | None = None
+        self._before: list[dict[str, Any]] | None = None  # for each of several optimizers
 
     def begin(self) -> None:
         """Note what is there before the first step. Later calls do nothing."""
         if self._before is None:
-            self._before = self._attributes()
+            self._before = [self._attributes(part) for part in self._parts]
 
     def refuse_changes(self) -> None:
         """Raise ``UsageError`` if something outside has changed since the first ``begin``, or a stray key appeared."""
@@ -62,25 +64,26 @@ class Outside:
         strays = [key for key in self._optimizer.state if key not in self._parameters]
         if strays:
             shown = strays[0] if isinstance(strays[0], str) else type(strays[0]).__name__
-            raise self._refusal(f"'{shown}' in its state beside its parameters")
-        now = self._attributes()
-        for name in dict.fromkeys([*now, *self._before]):
-            if name not in now or name not in self._before or now[name] != self._before[name]:
-                raise self._refusal(f"'{name}' outside its parameters' state")
+            raise _refusal(self._optimizer, f"'{shown}' in its state beside its parameters")
+        for part, before in zip(self._parts, self._before, strict=True):
+            now = self._attributes(part)
+            for name in dict.fromkeys([*now, *before]):
+                if name not in now or name not in before or now[name] != before[name]:
+                    raise _refusal(part, f"'{name}' outside its parameters' state")
 
-    def _refusal(self, what: str) -> UsageError:
-        return UsageError(
-            f"optimizer {type(self._optimizer).__name__} keeps {what}, where neither joiners nor checkpoints get it",
-            hint="keep it in state[parameter], or in param_groups if it only counts steps",
-        )
-
-    def _attributes(self) -> dict[str, Any]:
-        optimizer = self._optimizer
+    def _attributes(self, optimizer: Optimizer) -> dict[str, Any]:
         # A wrapper's inner optimizer may share these with it: then they are carried.
         shared = (optimizer, optimizer.state, optimizer.param_groups, *optimizer.param_groups)
         known = {id(each): each for each in shared}
         own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
         return {name: _content(value, self._parameters, known) for name, value in own.items()}
+
+
+def _refusal(optimizer: Optimizer, what: str) -> UsageError:
+    return UsageError(
+        f"optimizer {type(optimizer).__name__} keeps {what}, where neither joiners nor checkpoints get it",
+        hint="keep it in state[parameter], or in param_groups if it only counts steps",
+    )
 
 
 def mark_of_groups(groups: Sequence[Mapping[str, Any]]) -> int:
@@ -104,7 +107,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
     True
     """
     try:
-        inspect.signature(optimizer.step).bind()
+        inspect.signature(type(optimizer).step).bind(optimizer)  # a scheduler has put a wrapper around its own ``step``
     except TypeError:
         return True
     return False

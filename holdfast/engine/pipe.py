@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from holdfast import codec
-from holdfast.cluster.group import Group, Transfer
+from holdfast.cluster.group import Group
+from holdfast.cluster.talk import Transfer
 from holdfast.engine.boundary import lies_well
 from holdfast.errors import UsageError
 from holdfast.log.record import Message

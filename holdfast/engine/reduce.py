@@ -1,19 +1,16 @@
 """Sums a step's gradients over micro-batches and workers, while the backward pass still runs.
 
-A bucket of gradients is summed by the workers that hold its layers. Each of them owns one slice of the bucket. Four
-things happen, for all buckets at once:
+A bucket of gradients is summed by the workers that hold its layers. Three things happen, for all buckets at once:
 
 1. Micro-batch after micro-batch, each worker adds up what it can on its own (``before``, ``after``).
-2. During the last backward pass, as soon as a bucket's gradients are complete, the worker sends its partial sums, slice
-   by slice, to the slices' owners (``gradient_ready``, ``flush``).
-3. In a thread, each owner adds up its slice and sends the result to the others (``_finish_slices``).
-4. ``finish`` waits for all of that and makes the sums the parameters' gradients.
-
-That is the traffic of a ring all-reduce (and with Gloo quicker than one).
+2. During the last backward pass, as soon as a bucket's gradients are complete, the worker begins to exchange its
+   partial sums with the other holders (``gradient_ready``, ``flush``). A thread carries the exchanges on
+   (``exchanges``).
+3. ``finish`` waits for all of them and makes the sums the parameters' gradients.
 
 The mode ``exact`` adds along a fixed binary tree over the micro-batches, so that every layout gives the same bits: a
 worker's partial sums are the largest whole subtrees in its share (``plan.tree.roots``). ``fast`` adds gradients in the
-order in which they come, and then by rank: one partial sum for each worker.
+order in which they come, and then along a tree over the ranks: one partial sum for each worker.
 """
 
 from __future__ import annotations
@@ -24,25 +21,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from holdfast.cluster import faults, tags
-from holdfast.cluster.group import Group, Transfer
+from holdfast.cluster import faults
+from holdfast.cluster.group import Group
 from holdfast.cluster.pulse import PULSE
+from holdfast.cluster.talk import Spans, nodes_of
+from holdfast.engine.exchanges import Course, Plan
 from holdfast.engine.gradients import Bucket, Slab
-from holdfast.plan.tree import Adder, Node, roots
+from holdfast.plan.tree import Adder, Node
 
-TOTAL = tags.BUCKET_TAGS - 1  # the tag, within its bucket, of the finished slice
-Item = tuple[int, list[Any], torch.Tensor | None]  # a bucket's position, the receives for it, and where they go
-
-
-def slices(size: int, owners: int) -> list[slice]:
-    """Return the part of a bucket that each of its ``owners`` owns.
-
-    >>> slices(5, 2)
-    [slice(0, 2, None), slice(2, 5, None)]
-    """
-    return [slice(size * rank // owners, size * (rank + 1) // owners) for rank in range(owners)]
+Item = tuple[int, Course | None, list[Any]]  # a bucket's position, its exchange, the receives it waits for
 
 
 class Reduction:
@@ -69,7 +56,6 @@ class Reduction:
         self.share = shares[group.rank]
         self._shares = shares
         self._leaves = max((share.stop for share in shares), default=0)  # micro-batches of the whole step
-        self._roots = [roots(share, self._leaves) for share in shares]
         self._adders = [Adder(self._leaves_of(bucket), bucket.add) for bucket in buckets]
         self._open = False  # whether the parameters' gradients already hold a part of the next slab
         self._sums: list[Slab | None] = [None] * len(buckets)  # whole sums, of buckets that several ranks have
@@ -81,18 +67,29 @@ class Reduction:
         self._sent = 0  # buckets sent so far: they go in order
         self._thread: threading.Thread | None = None
         if summed is not None or any(len(bucket.ranks) > 1 for bucket in buckets):
-            self._thread = threading.Thread(target=self._finish_slices, name="holdfast-reduce", daemon=True)
+            self._thread = threading.Thread(target=self._carry_on, name="holdfast-reduce", daemon=True)
             self._thread.start()
 
     def _leaves_of(self, bucket: Bucket) -> int:
         """Leaves of the tree that a bucket is summed along: micro-batches, or in fast mode ranks."""
         return self._leaves if self.exact else len(bucket.ranks)
 
-    def _nodes_of(self, bucket: Bucket, rank: int) -> list[Node]:
-        """The tree's nodes that a rank has as partial sums: the roots of its share, or in fast mode one node."""
+    def _plan(self, bucket: Bucket) -> Plan:
+        leaves, spans = self._leaves_of(bucket), self._spans(bucket)
+        return Plan(
+            bucket=bucket,
+            rank=self.group.rank,
+            leaves=leaves,
+            has_gaps=not self.exact,
+            nodes_of=lambda first, stop: nodes_of(spans, leaves, first, stop),
+        )
+
+    def _spans(self, bucket: Bucket) -> Spans:
+        """The leaves of each holder: its micro-batches, or in fast mode one leaf, if it has any."""
+        shares = [self._shares[rank] for rank in bucket.ranks]
         if self.exact:
-            return self._roots[rank]
-        return [Node(0, bucket.ranks.index(rank))] if self._shares[rank] else []
+            return tuple((share.start, share.stop) for share in shares)
+        return tuple((place, place + bool(share)) for place, share in enumerate(shares))
 
     # --- while micro-batches are computed --------------------------------------------------------
 
@@ -148,104 +145,72 @@ class Reduction:
             self._send(self._sent)
 
     def _send(self, position: int) -> None:
-        """Start to send a bucket's partial sums to the slices' owners, and to receive theirs of our slice."""
+        """Begin to exchange a bucket's partial sums with its other holders."""
         self._sent += 1
         bucket = self.buckets[position]
         if self.share:
             self._close(position, self.share[-1])
-        others = [rank for rank in bucket.ranks if rank != self.group.rank]
-        if not others:
+        if len(bucket.ranks) == 1:
             if self._summed is not None:
-                self._queue.put((position, [], None))
+                self._queue.put((position, None, []))
             return
-        parts = dict(zip(bucket.ranks, slices(bucket.size, len(bucket.ranks)), strict=True))
-        mine = parts[self.group.rank]
-        width = mine.stop - mine.start
-        foreign = [(rank, k) for rank in others for k in range(len(self._nodes_of(bucket, rank)))]
-        room = bucket.receiving(width * len(foreign)).view(len(foreign), width)
-        base = tags.BUCKETS + bucket.number * tags.BUCKET_TAGS
-        receives = [(rank, room[i], base + k) for i, (rank, k) in enumerate(foreign) if width]
         stack = self._adders[position].stack
         stack[:] = [(node, bucket.flatten(slab)) for node, slab in stack]
-        sends = [
-            (rank, slab.flat[parts[rank]], base + k)
-            for rank in others
-            for k, (_, slab) in enumerate(stack)
-            if parts[rank].stop > parts[rank].start
-        ]
-        self._queue.put((position, self.group.start(sends, receives), room))
+        course = Course(self._plan(bucket), list(stack))
+        self._queue.put((position, course, self.group.start(*course.next())))
 
-    # --- in the thread: owners finish their slices -----------------------------------------------
+    # --- in the thread ---------------------------------------------------------------------------
 
-    def _finish_slices(self) -> None:
-        """Finish our slice of each bucket, then wait for the other slices. Runs until ``None`` comes from the queue."""
-        coming: deque[tuple[int, list[Any]]] = deque()  # buckets whose other slices are on their way
-        while (item := self._next(coming)) is not None:
-            position, receives, room = item
-            try:
-                self.group.finish(receives)
-                sums = [] if room is None else self.group.start(*self._finish_slice(position, room))
-                coming.append((position, sums))
-            except BaseException as e:  # raised again by ``finish``, in the training thread
-                self._error = self._error or e  # go on with the rest: no receive may be left that still writes
-        while coming and self._goes_on:
-            self._complete(*coming.popleft())
-        try:
-            self.group.finish([work for _, sums in coming for work in sums])
-        except BaseException as e:
-            self._error = self._error or e
+    def _carry_on(self) -> None:
+        """Carry the exchanges on, one after the other, until ``None`` comes from the queue; then complete all buckets.
 
-    def _next(self, coming: deque[tuple[int, list[Any]]]) -> Item | None:
-        """Return the next bucket whose slice is ours to finish. While there is none, complete buckets.
-
-        Our own slices come first because others wait for them.
+        All workers go through their buckets in the same order, so nobody waits for somebody who waits for it. Only the
+        last round of an exchange is not waited for at once: nothing that others need comes after it.
         """
-        while coming and self._goes_on and self._queue.empty():
-            self._complete(*coming.popleft())
+        ending: deque[Item] = deque()  # exchanges whose last round is under way
+        while (item := self._next(ending)) is not None:
+            self._go_through(item, ending)
+        while ending:
+            self._complete(ending.popleft())
+
+    def _next(self, ending: deque[Item]) -> Item | None:
+        """Return the next bucket. While there is none, complete those whose updates may begin before all are there."""
+        while ending and self._summed is not None and self._queue.empty():
+            self._complete(ending.popleft())
         return self._queue.get()
 
-    @property
-    def _goes_on(self) -> bool:
-        """Whether buckets are completed one by one, for ``summed``. Nothing is begun after an error or ``stop``."""
-        return self._summed is not None and self._error is None and not self._stopping
+    def _go_through(self, item: Item, ending: deque[Item]) -> None:
+        """Do the rounds of an exchange, up to the begin of the last one."""
+        position, course, works = item
+        while course is not None and not course.is_last and self._finish(works):
+            try:
+                works = self.group.start(*course.next())
+            except BaseException as e:  # raised again by ``finish``, in the training thread
+                self._error = self._error or e
+                return
+        ending.append((position, course, works))
 
-    def _complete(self, position: int, sums: list[Any]) -> None:
-        """Wait for the other slices of a bucket, then attach its sum and tell ``summed``."""
+    def _finish(self, works: list[Any]) -> bool:
+        """Wait for receives, even after an error: none may be left that still writes. Returns whether to go on."""
         try:
-            self.group.finish(sums)
-            assert self._summed is not None
-            self._attach(position)
-            self._summed(self.buckets[position])
+            self.group.finish(works)
         except BaseException as e:
             self._error = self._error or e
+        return self._error is None and not self._stopping
 
-    def _finish_slice(self, position: int, room: torch.Tensor) -> tuple[list[Transfer], list[Transfer]]:
-        """Add up the slice that this worker owns; return the sends and receives that spread all slices."""
-        bucket, rank = self.buckets[position], self.group.rank
-        parts = dict(zip(bucket.ranks, slices(bucket.size, len(bucket.ranks)), strict=True))
-        own = self._adders[position].stack
-        adder: Adder[torch.Tensor] = Adder(self._leaves_of(bucket), torch.Tensor.add_)
-        rows = iter(room)
-        for owner in bucket.ranks:
-            for k, node in enumerate(self._nodes_of(bucket, owner)):
-                value = own[k][1].flat[parts[rank]] if owner == rank else next(rows)
-                adder.push(node, value)
-        total = own[0][1] if own else bucket.take()
-        self._sums[position] = total
-        # The other slices are received into the memory that we sent our partial sums of them from. That is safe: an
-        # owner can only have finished its slice after our partial sum had arrived.
-        assert not self.exact or len(adder.stack) == 1, (
-            "the shares of a layer's holders are all micro-batches, in order"
-        )
-        result = _root(adder)
-        if result.data_ptr() != total.flat[parts[rank]].data_ptr():
-            total.flat[parts[rank]].copy_(result)
-        tag = tags.BUCKETS + bucket.number * tags.BUCKET_TAGS + TOTAL
-        others = [r for r in bucket.ranks if r != rank]
-        filled = [r for r in others if parts[r].stop > parts[r].start]
-        mine = parts[rank].stop > parts[rank].start
-        sends = [(r, total.flat[parts[rank]], tag) for r in others if mine]
-        return sends, [(r, total.flat[parts[r]], tag) for r in filled]
+    def _complete(self, item: Item) -> None:
+        """Wait for the last round of a bucket's exchange. Tell ``summed`` that its gradients are the whole sum."""
+        position, course, works = item
+        if not self._finish(works):
+            return
+        try:
+            if course is not None:
+                self._sums[position] = course.total
+            if self._summed is not None:
+                self._attach(position)
+                self._summed(self.buckets[position])
+        except BaseException as e:
+            self._error = self._error or e
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -286,11 +251,3 @@ class Reduction:
             with PULSE.at("helper"):
                 self._thread.join()
             self._thread = None
-
-
-def _root(adder: Adder[torch.Tensor]) -> torch.Tensor:
-    """Return the whole sum. In exact mode one node is left; in fast mode ranks without micro-batches leave gaps."""
-    _, total = adder.stack[0]
-    for _, value in adder.stack[1:]:
-        total.add_(value)
-    return total

@@ -1,166 +1,242 @@
-"""Buffers that forward passes change, such as running statistics: refused in exact mode, kept equal in fast mode."""
+"""Statistics that modules keep of what passes through them in training, such as BatchNorm's running ones.
+
+A forward pass must change nothing that lasts, for its step may be dropped; and what it leaves behind must not depend
+on who computes which micro-batch. So no training call changes the buffers of such a module. What the call would have
+changed is taken aside, as a *measurement*. The measurements of all micro-batches are exchanged among the workers that
+hold the module, and mixed in when the step is applied, in the order of the micro-batches. It is what one process does
+that accumulates gradients over the same micro-batches.
+
+Two kinds of modules are known:
+
+- Normalisations: modules with buffers ``running_mean`` and ``running_var`` that give them to ``F.batch_norm`` or
+  ``F.instance_norm``, whatever their class.
+- Any module that declares how its own buffers are combined, by a method ``combine_statistics(measured)``. Each training
+  call sees the buffers as they were before the step. After the step the method gets the buffers' values after each
+  call, as a list of dictionaries in the order of the micro-batches, and writes the new values into the buffers.
+
+A forward pass that activation checkpointing repeats in the backward pass measures nothing: it is no further batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from holdfast.cluster.group import Group
-from holdfast.engine.guard import Guard, Guarded
+from holdfast.engine.measured import LayersOf, Measured, Measurement, exchange
+from holdfast.engine.model import LayeredModel
+from holdfast.engine.running import Averages, mix
+from holdfast.engine.training_calls import COMBINE, COUNTER, Forward, Use, call, other_shape
 from holdfast.errors import UsageError
-from holdfast.plan.layout import Layout
+from holdfast.rng import seed_everything, seed_of
 
 
-def layer_with_running_statistics(module: nn.Module) -> str | None:
-    """Return the name of the first submodule that keeps running statistics; None if there is none.
+class Statistics:
+    """The statistics of a model: taken aside in an attempt, mixed in when it is applied.
 
-    >>> layer_with_running_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    '1'
-    """
-    for name, layer in module.named_modules():
-        if getattr(layer, "running_mean", None) is not None:
-            return name
-    return None
-
-
-def refuse_running_statistics(module: nn.Module) -> None:
-    """Raise ``UsageError`` if a module keeps running statistics.
-
-    They depend on which micro-batches a worker has seen, so in exact mode they would depend on the layout.
-    """
-    name = layer_with_running_statistics(module)
-    if name is not None:
-        layer = module.get_submodule(name)
-        raise UsageError(
-            f"layer '{name}' ({type(layer).__name__}) keeps running statistics, which depend on who "
-            "computes which micro-batch",
-            hint="use GroupNorm or LayerNorm, or track_running_stats=False, or numerics='fast'",
-        )
-
-
-class ChangingBuffers:
-    """The buffers of a model in fast mode: equal on all workers after a step, and as before if the step is dropped.
-
-    Any layer may change its buffers in a forward pass, as BatchNorm does. A copy of every buffer is kept for steps that
-    are dropped. To buffers that changed on some worker the mean of the changes is added, over the workers that have
-    computed; counters and other integers become the first one's.
+    >>> model = LayeredModel([nn.Linear(1, 1), nn.BatchNorm1d(1)], seed=0, device=torch.device("cpu"))
+    >>> statistics = Statistics(model)
+    >>> with statistics.taking_aside(), statistics.micro_batch(0):
+    ...     _ = model.layers[1](torch.tensor([[1.0], [3.0]]))
+    >>> model.layers[1].running_mean
+    tensor([0.])
+    >>> statistics.apply(0)
+    >>> model.layers[1].running_mean, model.layers[1].num_batches_tracked
+    (tensor([0.2000]), tensor(1))
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._copies: dict[int, tuple[Guarded, torch.Tensor]] = {}  # by id
-        self._changed: list[Guarded] = []  # in the current attempt
-        self._is_open = False  # an attempt was begun, and neither kept nor undone
+    def __init__(self, model: LayeredModel) -> None:
+        self._model = model
+        self.uses = _uses(model)
+        self._numbers = {(use.layer, id(use.module)): number for number, use in enumerate(self.uses)}
+        self._layers = {id(use.module): use.layer for use in reversed(self.uses)}  # the first one of each module
+        self._measured: Measured = {}
+        self._now: int | None = None  # the micro-batch whose forward pass runs; None: nothing is measured
 
-    def begin(self, renewed: Iterable[Guarded]) -> None:
-        """Remember the buffers before an attempt. ``renewed``: what has got new values since the last one."""
-        for each in renewed:
-            if each.kind == "buffer":
-                self._copies[id(each)] = (each, each.tensor.detach().clone())
-        self._copies = {key: kept for key, kept in self._copies.items() if self._guard.is_held(kept[0])}
-        self._changed, self._is_open = [], True
+    # --- forward passes --------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def note(self, changed: Iterable[Guarded]) -> None:
-        """Note which buffers the attempt has changed. One that was replaced keeps its place, with the new values.
+    @contextmanager
+    def taking_aside(self) -> Iterator[None]:
+        """Let no training call change statistics while this context lasts. Begins with no measurements.
 
-        Raises ``UsageError`` for a new buffer of another shape or dtype.
+        Raises ``UsageError`` if the modules are not those that the run was made with.
         """
-        self._changed = list(changed)
-        for each in self._changed:
-            for place, key in each.places:
-                new = place.get(key)
-                if new is each.tensor:
-                    continue
-                if new is None or (new.shape, new.dtype) != (each.tensor.shape, each.tensor.dtype):
-                    raise UsageError(
-                        f"the forward pass replaces buffer '{each.name}' by one of another shape or type",
-                        hint="keep a buffer's shape and type",
-                    )
-                each.tensor.copy_(new)
-                place[key] = each.tensor
+        self.drop()
+        self._refuse_replaced()
+        wrapped: list[tuple[nn.Module, Any]] = []  # each with the forward pass that it had as an attribute of its own
+        try:
+            for module in {id(use.module): use.module for use in self.uses}.values():
+                wrapped.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = self._measuring(module)
+            yield
+        finally:
+            for module, before in wrapped:
+                if before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = before
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Undo what the forward passes of a dropped attempt have changed."""
-        if self._is_open:
-            for each, old in self._copies.values():
-                if not self._guard.is_held(each):
-                    continue
-                for place, key in each.places:
-                    place[key] = each.tensor
-                each.tensor.copy_(old)
-        self._changed, self._is_open = [], False
+    @contextmanager
+    def micro_batch(self, index: int) -> Iterator[None]:
+        """Count training calls in this context as those of a micro-batch."""
+        self._now = index
+        try:
+            yield
+        finally:
+            self._now = None
 
-    def keep(self) -> None:
-        """Keep the new values: the attempt was applied."""
-        self._guard.accept(self._changed)
-        self._changed, self._is_open = [], False
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Count no training calls in this context: the backward pass may repeat some, for activation checkpointing."""
+        now, self._now = self._now, None
+        try:
+            yield
+        finally:
+            self._now = now
 
-    @torch.no_grad()
-    def agree(self, group: Group, layout: Layout, shares: Sequence[range]) -> None:
-        """Make the buffers that changed on some worker equal on all that hold them.
+    def _measuring(self, module: nn.Module) -> Forward:
+        """Return a module's forward pass, as one that measures."""
+        forward = module.forward
 
-        ``shares``: the micro-batches of each rank. May raise ``Broken``.
+        def measuring(*args: Any, **kwargs: Any) -> Any:
+            if not module.training:
+                return forward(*args, **kwargs)
+            number = self._number_of(module)
+            output, measured = call(self.uses[number], forward, args, kwargs)
+            if self._now is not None:
+                self._measured.setdefault((self._now, number), []).extend(measured)
+            return output
+
+        return measuring
+
+    def _number_of(self, module: nn.Module) -> int:
+        """Return the number of a module's use in the layer that runs now."""
+        now = (self._model.at, id(module))
+        return self._numbers[now] if now in self._numbers else self._numbers[self._layers[id(module)], id(module)]
+
+    def _refuse_replaced(self) -> None:
+        if self.uses and [(layer, id(module)) for layer, _, module in _modules(self._model)] != list(self._numbers):
+            raise UsageError(
+                "a module with running statistics was added, replaced or removed after the run was made",
+                hint="make the Run when the model is complete",
+            )
+
+    # --- the end of a step -----------------------------------------------------------------------
+
+    def exchange(self, group: Group, layers_of: LayersOf, shares: Sequence[range]) -> None:
+        """Give this worker the measurements of all micro-batches. Those who hold layers with statistics call this.
+
+        ``layers_of``: the layers of each rank; ``shares``: its micro-batches. May raise ``Broken``.
         """
-        buffers = self._guard.buffers
-        if not buffers or group.size == 1:
-            return
-        mine = {id(each) for each in self._changed}
-        flags = torch.tensor([float(id(each) in mine) for each in buffers], device=buffers[0].tensor.device)
-        group.sum(flags)
-        together: dict[tuple[tuple[int, ...], bool, torch.dtype], list[Guarded]] = {}
-        for each, flag in zip(buffers, flags.tolist(), strict=True):
-            layers = range(layout.layers) if each.unit is None else each.unit.layers
-            ranks = tuple(sorted({rank for layer in layers for rank in layout.holders(layer)}))
-            if flag and group.rank in ranks:
-                is_float = each.tensor.is_floating_point() or each.tensor.is_complex()
-                together.setdefault((ranks, is_float, each.tensor.dtype), []).append(each)
-        for (ranks, is_float, _), some in together.items():
-            computing = [rank for rank in ranks if shares[rank]] or list(ranks)
-            tensors = [each.tensor for each in some]
-            if is_float:
-                _add_mean_change(group, ranks, computing, tensors, [self._copies[id(each)][1] for each in some])
+        if self.uses and group.size > 1:
+            device = self._model.device
+            self._measured = exchange(group, self.uses, self._measured, layers_of, shares, device)
+
+    @torch.no_grad()
+    def apply(self, step: int) -> None:
+        """Mix the measurements of a step into the modules' buffers, and forget them."""
+        in_order = [(number, one) for (_, number), ones in sorted(self._measured.items(), key=_cell) for one in ones]
+        norms: dict[int, list[tuple[Use, Measurement]]] = {}  # by running mean: modules may share one
+        declared: dict[int, list[Measurement]] = {}
+        for number, one in in_order:
+            use = self.uses[number]
+            if use.is_declared:
+                declared.setdefault(number, []).append(one)
             else:
-                _take_first(group, ranks, computing, tensors)
+                norms.setdefault(id(use.mean), []).append((use, one))
+        _mix_all(list(norms.values()))
+        for number, measured in declared.items():
+            seed_everything(seed_of(self._model.seed, step, "statistics", number), self._model.device)
+            _combine(self.uses[number], measured)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all measurements: the attempt is over."""
+        self._measured = {}
 
 
-def _add_mean_change(
-    group: Group,
-    ranks: Sequence[int],
-    computing: Sequence[int],
-    tensors: Sequence[torch.Tensor],
-    before: Sequence[torch.Tensor],
-) -> None:
-    """Give all ranks the tensors of one dtype as they were before, plus the mean of the changes of those that computed.
+def _mix_all(columns: Sequence[Sequence[tuple[Use, Measurement]]]) -> None:
+    """Mix measurements into running statistics. Each column has those of one running mean, in order.
 
-    It is the mean of the tensors, but for rounding: what all have changed alike stays exactly that.
+    The n-th of all columns are mixed in together: a few operations on long tensors instead of many on short ones.
     """
-    now, old = _flat(tensors), _flat(before)
-    old = old.masked_fill(~old.isfinite(), 0.0)  # the mean of infinite numbers is infinite, not NaN
-    change = now - old if group.rank in computing else torch.zeros_like(now)
-    group.sum(change, ranks)
-    mean = old + change / len(computing)
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    for tensor, part in zip(real, mean.split_with_sizes([tensor.numel() for tensor in real]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    averages = [_read(column[0][0]) for column in columns]
+    for place in range(max(map(len, columns), default=0)):
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number, column in enumerate(columns):
+            if place < len(column):
+                mean = column[place][0].mean
+                alike.setdefault((mean.dtype, mean.device), []).append(number)
+        for some in alike.values():
+            mix([averages[number] for number in some], [columns[number][place][1] for number in some])
+    for column, new in zip(columns, averages, strict=True):
+        _write(column[0][0], new)
 
 
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return floating-point tensors of one dtype as one, of at least 32 bits; complex numbers as pairs."""
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    flat = torch.cat([tensor.reshape(-1) for tensor in real])
-    return flat if flat.dtype == torch.float64 else flat.float()
+def _read(use: Use) -> Averages:
+    count = use.buffers.get(COUNTER)
+    return Averages(mean=use.mean, var=use.buffers["running_var"], count=None if count is None else int(count))
 
 
-def _take_first(group: Group, ranks: Sequence[int], computing: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-    """Replace tensors of one dtype on all ranks by those of the first rank that has computed."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    content = flat.view(torch.uint8)
-    if group.rank != computing[0]:
-        content.zero_()  # the sum is then the first one's
-    group.sum(content, ranks)
-    for tensor, part in zip(tensors, flat.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+def _write(use: Use, new: Averages) -> None:
+    use.mean.copy_(new.mean)
+    use.buffers["running_var"].copy_(new.var)
+    if new.count is not None:
+        use.buffers[COUNTER].fill_(new.count)
+
+
+def _combine(use: Use, measured: Sequence[Measurement]) -> None:
+    """Let a module combine its measurements. Buffers that it replaces keep their places, with the new values."""
+    given = [dict(zip(use.buffers, one.values, strict=True)) for one in measured]
+    getattr(use.module, COMBINE)(given)
+    for name, buffer in use.buffers.items():
+        new = use.module._buffers.get(name)
+        if new is not buffer:
+            if new is None or (new.shape, new.dtype) != (buffer.shape, buffer.dtype):
+                raise other_shape(use, name)
+            buffer.copy_(new)
+            use.module._buffers[name] = buffer
+
+
+def _cell(item: tuple[tuple[int, int], object]) -> tuple[int, int]:
+    return item[0]
+
+
+def _modules(model: LayeredModel) -> Iterator[tuple[int, str, nn.Module]]:
+    """Return the modules with statistics: layer, name and module, in an order that is the same on every worker."""
+    for number, layer in enumerate(model.layers):
+        for name, module in layer.named_modules(prefix=f"{number}"):
+            if hasattr(type(module), COMBINE) or _is_norm(module):
+                yield number, name, module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = module._buffers
+    return own.get("running_mean") is not None and own.get("running_var") is not None
+
+
+def _uses(model: LayeredModel) -> list[Use]:
+    """Return all uses of modules with statistics. Raises ``UsageError`` for one that no rule fits."""
+    layers = {id(buffer): unit.layers for unit in model.units for buffer in unit.buffers}
+    found = []
+    for number, name, module in _modules(model):
+        buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
+        measured = list(buffers) if hasattr(type(module), COMBINE) else ["running_mean", "running_var"]
+        use = Use(
+            layer=number,
+            wanted=frozenset[int]().union(*(layers[id(buffer)] for buffer in buffers.values())),
+            forms=tuple((buffers[key].shape, buffers[key].dtype) for key in measured),
+            name=name,
+            module=module,
+            buffers=buffers,
+        )
+        if use.is_declared and len(use.wanted) > 1:
+            raise UsageError(
+                f"'{name}' combines statistics in buffers that several layers share", hint="keep them in one layer"
+            )
+        found.append(use)
+    return found

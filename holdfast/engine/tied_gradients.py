@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from holdfast.cluster import tags
-from holdfast.cluster.group import Group, Transfer
+from holdfast.cluster.group import Group
+from holdfast.cluster.talk import Transfer
 from holdfast.engine.boundary import like
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.pipe import describe

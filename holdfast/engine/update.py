@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,9 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from holdfast.engine.averages import Averages
 from holdfast.engine.outside import Outside, content_of_groups, mark_of_groups, needs_closure
+from holdfast.engine.shards import local, split_as
 from holdfast.errors import UsageError
 
+MakeOptimizer = Callable[[Any], Optimizer]  # of the parameters, or of pairs of name and parameter
 Schedule = Callable[[Optimizer], LRScheduler] | Callable[[int], float]
 
 
@@ -35,15 +39,17 @@ class Terms:
     """The terms of a step's update: enough to repeat it with the same gradients."""
 
     groups: list[dict[str, Any]]  # hyper-parameters of the optimizer's groups
-    norm: float | None  # norm of all gradients; None: they are not clipped
+    norm: float | None  # norm of all gradients, before they are clipped; None: not known
+    total: float | None = None  # what gradients are divided by: their weights together; None: they are not
 
 
 class Update:
     """Applies a step's gradients.
 
-    ``optimizer``: a function of the parameters that makes the optimizer. ``schedule``: a function of the optimizer
-    that makes a torch scheduler, or a function of the step that returns the learning rate. ``clip_norm``: the largest
-    norm of all gradients together. With ``inverse`` a step may also be applied in parts, and undone. Raises
+    ``optimizer``: a function of the parameters that makes the optimizer; of pairs of name and parameter, if the name of
+    its argument begins with ``named``. ``names``: of the parameters, for that. ``schedule``: a function of the
+    optimizer that makes a torch scheduler, or a function of the step that returns the learning rate. ``clip_norm``: the
+    largest norm of all gradients together. With ``inverse`` a step may also be applied in parts, and undone. Raises
     ``UsageError`` for an optimizer or a schedule that is none of these, and in a step for an optimizer that keeps
     something outside its parameters' state and its groups.
 
@@ -56,14 +62,21 @@ class Update:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+        optimizer: MakeOptimizer,
         *,
+        names: Sequence[str] = (),
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
         inverse: Inverse | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        made = None if isinstance(optimizer, Optimizer) else optimizer(self.parameters)
+        given: Any = list(zip(names, self.parameters, strict=True)) if wants_names(optimizer) else self.parameters
+        try:
+            made = None if isinstance(optimizer, Optimizer) else optimizer(given)
+        except Exception as e:
+            kind = "pairs of name and parameter" if given is not self.parameters else "parameters"
+            e.add_note(f"optimizer was called with a list of {kind}: of pairs if its argument is called named…")
+            raise
         if not isinstance(made, Optimizer):
             raise UsageError(
                 "optimizer must be a function that makes an optimizer",
@@ -86,6 +99,8 @@ class Update:
             )
         self.scheduler, self._rate = _read_schedule(schedule, self.optimizer)
         self._outside = Outside(made)
+        self.averages = Averages()
+        self.chosen: Sequence[nn.Parameter] | None = None  # the parameters that the next step updates; None: all
         self._before: list[dict[str, Any]] = []  # values of the groups before the update of a step
         self._changed = ""  # the values that the last update has changed, in words
 
@@ -96,17 +111,18 @@ class Update:
             if p.grad is not None:
                 # Contiguous, because the sum's rounding depends on the memory order, and a gradient that was sent may
                 # have another order than one that was computed here.
-                found[number] = torch.linalg.vector_norm(p.grad.contiguous())
+                found[number] = torch.linalg.vector_norm(local(p.grad).contiguous())
         return found
 
-    def apply(self, *, step: int, norms: torch.Tensor | None = None) -> Terms:
+    def apply(self, *, step: int, norms: torch.Tensor | None = None, total: float | None = None) -> Terms:
         """Update all parameters that have gradients; return the terms, with which ``repeat`` does the same again.
 
-        ``norms``: of all parameters' gradients, if some are on other workers.
+        ``norms``: of all parameters' gradients, if some are on other workers. ``total``: what gradients are divided by
+        first, because they are sums with weights.
         """
         self.begin(step)
-        terms = self.terms(norm=self._total(norms))
-        self._step(terms.norm)
+        terms = self.terms(norm=self.norm(norms, total), total=total)
+        self._step(terms)
         self.end()
         return terms
 
@@ -118,9 +134,9 @@ class Update:
         self._outside.begin()
         self._before = content_of_groups(self._groups())
 
-    def terms(self, *, norm: float | None = None) -> Terms:
+    def terms(self, *, norm: float | None = None, total: float | None = None) -> Terms:
         """Return the terms of the current step. Tensors are copied: a scheduler may write into a learning rate."""
-        return Terms(groups=[_copied(group) for group in self._groups()], norm=norm)
+        return Terms(groups=[_copied(group) for group in self._groups()], norm=norm, total=total)
 
     def end(self) -> None:
         """Let the scheduler go on to the next step: all parameters are updated.
@@ -138,12 +154,24 @@ class Update:
         if self.scheduler is not None:
             self.scheduler.step()
 
+    def choose(self, parameters: Sequence[nn.Parameter] | None, *, clip_norm: float | None) -> None:
+        """Let the next step update these parameters only (None: all), with their gradients clipped to this norm."""
+        self.chosen, self.clip_norm = parameters, clip_norm
+
+    def forget_others(self) -> None:
+        """Drop the gradients of parameters that the next step does not update: they are neither clipped nor counted."""
+        if self.chosen is not None:
+            chosen = set(self.chosen)
+            for p in self.parameters:
+                if p not in chosen:
+                    p.grad = None
+
     def repeat(self, terms: Terms) -> None:
         """Repeat an update for parameters that were lost since. The optimizer keeps the settings of that step."""
         for group, values in zip(self.optimizer.param_groups, terms.groups, strict=True):
             group.update(_copied(values))  # a step may write into a tensor, and the terms may be needed again
         self._outside.begin()
-        self._step(terms.norm)
+        self._step(terms)
         self._outside.refuse_changes()
 
     def _changed_in_groups(self) -> str:
@@ -164,25 +192,31 @@ class Update:
             hint="keep it in state[parameter], or give every worker all layers, and sync='every-step'",
         )
 
-    def _step(self, norm: float | None) -> None:
-        if norm is not None and self.clip_norm is not None:
-            self._clip(norm, self.clip_norm)
-        self.optimizer.step()
+    def _step(self, terms: Terms) -> None:
+        if terms.total is not None:
+            for p in self.parameters:
+                if p.grad is not None:
+                    local(p.grad).div_(terms.total)
+        if terms.norm is not None and self.clip_norm is not None:
+            self._clip(terms.norm, self.clip_norm)
+        self.averages.begin(self.parameters)
+        with nullcontext() if self.chosen is None else self._only(self.chosen):
+            self.optimizer.step()
+        self.averages.follow(self.parameters)
 
-    def _total(self, norms: torch.Tensor | None) -> float | None:
-        """Return the norm of all gradients, or None without clipping.
+    def norm(self, norms: torch.Tensor | None, total: float | None) -> float:
+        """Return the norm of all gradients, before they are clipped. The arguments are those of ``apply``.
 
         It combines the norms of single tensors in the parameters' order, so it is the same in every layout.
         """
-        if self.clip_norm is None:
-            return None
-        return float(torch.linalg.vector_norm(self.norms() if norms is None else norms))
+        norm = float(torch.linalg.vector_norm(self.norms() if norms is None else norms))
+        return norm if total is None else norm / total
 
     def _clip(self, norm: float, most: float) -> None:
         factor = (most / (torch.tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0)
         for p in self.parameters:
             if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.dtype))
+                local(p.grad).mul_(factor.to(p.grad.dtype))
 
     def some(self, parameters: Sequence[nn.Parameter]) -> None:
         """Update these parameters only. Gradients of others may be written at the same time."""
@@ -213,36 +247,82 @@ class Update:
                 group["params"] = whole
 
     def forget(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Drop the optimizer's slots of parameters that have moved to other workers."""
+        """Drop the slots of parameters that have moved to other workers."""
         for p in parameters:
             self.optimizer.state.pop(p, None)
+            self.averages.forget(p)
 
-    def slots(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """Return the optimizer's slots of these parameters."""
-        return [dict(self.optimizer.state.get(p, {})) for p in parameters]
+    def slots(self, parameters: Sequence[nn.Parameter], *, split: bool = True) -> list[dict[str, Any]]:
+        """Return the optimizer's slots of these parameters, and their averages.
+
+        ``split``: of slots that a team has split this rank's part.
+        """
+        found = [{**self.optimizer.state.get(p, {}), **self.averages.slots(p)} for p in parameters]
+        if not split:
+            return found
+        return [{key: local(value) if torch.is_tensor(value) else value for key, value in one.items()} for one in found]
 
     def set_slots(self, parameters: Sequence[nn.Parameter], slots: Sequence[dict[str, Any]]) -> None:
         """Take over what ``slots`` returned on another worker."""
-        for p, slot in zip(parameters, slots, strict=True):
+        for p, given in zip(parameters, slots, strict=True):
+            slot = self.averages.take(p, given)
             if slot:
                 self.optimizer.state[p] = {key: _like(value, p) for key, value in slot.items()}
             else:
                 self.optimizer.state.pop(p, None)
 
     def settings(self) -> dict[str, Any]:
-        """Return the hyper-parameters of each group, and the scheduler's state."""
+        """Return the hyper-parameters of each group, the scheduler's state, and which averages there are."""
         scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
-        return {"groups": self._groups(), "scheduler": scheduler}
+        return {"groups": self._groups(), "scheduler": scheduler, "averages": self._averages()}
+
+    def _averages(self) -> list[str]:
+        return sorted(ema.name for ema in self.averages.all)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
+    def group_values(self) -> list[dict[str, Any]]:
+        """Return a copy of the hyper-parameters of each group, for ``set_group_values``."""
+        return [_copied(group) for group in self._groups()]
+
+    def set_group_values(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Give the groups the hyper-parameters that they had once."""
+        for group, known in zip(self.optimizer.param_groups, values, strict=True):
+            for key, value in _copied(known).items():
+                mine = group.get(key)
+                if torch.is_tensor(mine) and torch.is_tensor(value):
+                    mine.copy_(value)  # a scheduler may refer to it
+                else:
+                    group[key] = value
+
     def set_settings(self, settings: dict[str, Any]) -> None:
-        """Take over what ``settings`` returned on another worker, or earlier."""
+        """Take over what ``settings`` returned on another worker, or earlier.
+
+        Raises ``UsageError`` if that worker follows other averages.
+        """
+        if (theirs := settings["averages"]) != self._averages():
+            raise UsageError(
+                f"averages of the weights are {theirs} on one worker and {self._averages()} on another",
+                hint="call run.ema on every worker, before run.steps",
+            )
         for group, values in zip(self.optimizer.param_groups, settings["groups"], strict=True):
             group.update(values)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(settings["scheduler"])
+
+
+def wants_names(make: MakeOptimizer) -> bool:
+    """Return whether a user's function takes named parameters, which it says by the name of its first argument.
+
+    >>> wants_names(lambda named: None), wants_names(lambda params: None), wants_names(torch.optim.SGD)
+    (True, False, False)
+    """
+    try:
+        first = next(iter(inspect.signature(make).parameters), "")
+    except (TypeError, ValueError):  # a function of C has no signature
+        return False
+    return first.startswith("named")
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,8 +331,8 @@ def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _like(value: Any, p: nn.Parameter) -> Any:
     """Move a slot that is shaped as the parameter to the parameter's device. Counters stay on the CPU, as in torch."""
-    if isinstance(value, torch.Tensor) and value.shape == p.shape:
-        return value.to(p.device)
+    if isinstance(value, torch.Tensor) and value.shape == local(p).shape:
+        return split_as(value.to(p.device), p)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 

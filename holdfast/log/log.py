@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from holdfast.checks import by_name
 from holdfast.errors import UsageError
 from holdfast.log.record import Message
 from holdfast.log.spill import Damaged as Damaged
@@ -36,6 +37,7 @@ LONGEST = 10.0  # seconds that ``close`` waits for the disk: a hung disk must no
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of a full disk, and of a used-up quota
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
     """Settings of a run's log: how much of what stages send each other is kept for a replay.

@@ -65,6 +65,17 @@ class Layout:
             self._shares[micro_batches] = _shares(self.pipelines, micro_batches)
         return list(self._shares[micro_batches])
 
+    def shares_of_losses(self, micro_batches: int) -> list[range]:
+        """Return the micro-batches whose losses each rank computes: those of its pipeline, if it has the last stage.
+
+        >>> side_by_side(4, 2).shares_of_losses(8)
+        [range(0, 4), range(4, 8)]
+        """
+        found = [range(0)] * self.size
+        for line, share in zip(self.pipelines, self.shares(micro_batches), strict=True):
+            found[line.ranks[-1]] = share
+        return found
+
     @cached_property
     def _roles(self) -> dict[int, Role]:
         return {

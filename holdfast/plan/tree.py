@@ -7,7 +7,7 @@ same to the last bit whichever workers compute the leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -66,6 +66,27 @@ class Adder(Generic[Value]):
             value = self._add(left, value)
             node = lift(Node(node.level + 1, node.index // 2), self.leaves)
         self.stack.append((node, value))
+
+
+def combine(
+    parts: Iterable[tuple[Node, Value]], leaves: int, add: Callable[[Value, Value], Value]
+) -> list[tuple[Node, Value]]:
+    """Add up nodes wherever both children of a node are there; return what is left, from left to right.
+
+    The parts may come in any order: a node's value is always that of its left child plus that of its right one.
+
+    >>> combine([(Node(0, 3), "3"), (Node(0, 0), "0"), (Node(0, 2), "2")], 4, lambda left, right: f"({left}+{right})")
+    [(Node(level=0, index=0), '0'), (Node(level=1, index=1), '(2+3)')]
+    """
+    found: dict[Node, Value] = {}
+    for node, value in parts:
+        node = lift(node, leaves)
+        while (sibling := Node(node.level, node.index ^ 1)) in found:
+            other = found.pop(sibling)
+            value = add(other, value) if node.index % 2 else add(value, other)
+            node = lift(Node(node.level + 1, node.index // 2), leaves)
+        found[node] = value
+    return sorted(found.items(), key=lambda item: item[0].index << item[0].level)
 
 
 def roots(share: range, leaves: int) -> list[Node]:

@@ -17,7 +17,7 @@ import torch
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation
-from holdfast.cluster.texts import Texts
+from holdfast.cluster.texts import Everybody
 from holdfast.commit.cohort import Traffic
 from holdfast.commit.settle import Account, Settlement, account_of
 from holdfast.engine.engine import Engine
@@ -152,10 +152,11 @@ class Arranger:
         """
         if settlement.begins is not None:
             traffic = self._begin(group, generation, settlement)
+            self._state.progress.start = generation.name
         else:
             self.layout = self._lay_out(generation, settlement)
             held = [settlement.held[worker] for worker in generation.workers]
-            traffic = self._send_missing(group, held)
+            traffic = self._send_missing(group, held, settlement)
         self.engine.enter(self.layout, group, logged=self._boundaries(generation, settlement))
         self._report(group, generation)
         return traffic
@@ -170,6 +171,7 @@ class Arranger:
 
         Not before the first vote of a generation: until then somebody may still need a copy of them.
         """
+        self._state.script.nobody_waits()
         self._holdings.undone.clear()  # inexact copies were replaced by one worker's: all copies are alike now
         role = self.layout.role(self._rank)
         mine = set() if role is None else set(role.layers)
@@ -312,14 +314,18 @@ class Arranger:
 
     # --- the state that each place needs ---------------------------------------------------------
 
-    def _send_missing(self, group: Group, held: Sequence[frozenset[int]]) -> Traffic:
+    def _send_missing(self, group: Group, held: Sequence[frozenset[int]], settlement: Settlement) -> Traffic:
         """Copy to each worker the units that it lacks for its place. ``held``: by rank, the units it holds."""
+
+        def arrived(unit: int) -> None:
+            self._holdings.arrived(unit, exact=unit not in settlement.inexact)
+
         self._hold_place(group.rank)
         sizes = {unit.number: sum(tensor.nbytes for tensor in unit.tensors) for unit in self._model.units}
         planned = moves(held, [self._wanted(rank) for rank in range(group.size)], sizes)
         if not planned or group.size == 1:
             return Traffic()
-        traffic = carry_out(group, self._state, planned, self._holdings.arrived)
+        traffic = carry_out(group, self._state, planned, arrived)
         # Tensors that are being sent must not change until they have arrived. A vote proves that. Where the next vote
         # comes only after an update (eager, or replicas that train apart), wait for everybody here.
         if self.engine.eager is not None or not self._wishes.votes_each_step:
@@ -340,7 +346,7 @@ class Arranger:
             self.layout = self._lay_out(generation, settlement)
             self._hold_place(group.rank)
 
-        ranks, claim = Texts(group, self._model.device), claim_of(generation, generation.workers[group.rank])
+        ranks, claim = Everybody(group, self._model.device), claim_of(generation, generation.workers[group.rank])
         if self._resumer is not None and self._resumer.resume(ranks, claim=claim, hold=hold):
             self._holdings.held = self._wanted(group.rank)
             self._holdings.undone.clear()
@@ -357,7 +363,8 @@ class Arranger:
         model.make(model.units[number] for number in mine)
         first, everything = generation.rank_of(settlement.begins), frozenset(range(len(model.units)))
         self._holdings.held = mine | (everything - made if group.rank == first else set())
-        return self._send_missing(group, [everything if rank == first else made for rank in range(group.size)])
+        held = [everything if rank == first else made for rank in range(group.size)]
+        return self._send_missing(group, held, settlement)
 
 
 def _hosts(generation: Generation) -> list[str]:

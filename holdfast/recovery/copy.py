@@ -7,8 +7,9 @@ order of the list. Each receiver takes units in the same order. Tensors of one s
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 
 from holdfast import codec
 from holdfast.cluster import faults, tags
-from holdfast.cluster.group import Group, Transfer
+from holdfast.cluster.group import Group
+from holdfast.cluster.talk import Transfer
 from holdfast.commit.cohort import Traffic
 from holdfast.engine.state import State
 from holdfast.errors import Broken, HoldfastError
@@ -44,20 +46,26 @@ def moves(held: Sequence[Collection[int]], wanted: Sequence[Collection[int]], si
     [(0, 0), (1, 1)]
     """
     load = [0] * len(held)
+    missing: defaultdict[int, list[int]] = defaultdict(list)  # the receivers of each unit
+    for receiver, units in enumerate(wanted):
+        for unit in units:
+            if unit not in held[receiver]:
+                missing[unit].append(receiver)
     found = []
-    missing = [
-        (unit, receiver) for receiver, units in enumerate(wanted) for unit in units if unit not in held[receiver]
-    ]
     # Large units first: the small ones then even out the load.
-    for unit, receiver in sorted(missing, key=lambda pair: (-sizes[pair[0]], pair)):
-        holders = [rank for rank, units in enumerate(held) if unit in units]
+    for unit in sorted(missing, key=lambda number: (-sizes[number], number)):
+        # A heap, as there may be hundreds of holders, and as many receivers. Only what it gives changes a load.
+        holders = [(load[rank], rank) for rank, units in enumerate(held) if unit in units]
         if not holders:
             raise HoldfastError(
                 f"nobody holds part {unit} of the state", hint="this is a mistake of ours: please tell us"
             )
-        sender = min(holders, key=lambda rank: (load[rank], rank))
-        load[sender] += sizes[unit]
-        found.append(Move(unit=unit, sender=sender, receiver=receiver))
+        heapq.heapify(holders)
+        for receiver in missing[unit]:
+            sender = holders[0][1]
+            load[sender] += sizes[unit]
+            heapq.heapreplace(holders, (load[sender], sender))
+            found.append(Move(unit=unit, sender=sender, receiver=receiver))
     return sorted(found, key=lambda move: (move.unit, move.receiver))
 
 
@@ -92,9 +100,12 @@ def carry_out(group: Group, state: State, planned: Sequence[Move], arrived: Call
     until the next vote. May raise ``Broken``: then no receive writes into this worker's memory any more.
     """
     units, device, total = state.model.units, state.model.device, 0
-    for receiver in sorted({move.receiver for move in planned if move.sender == group.rank}):
+    sending: defaultdict[int, list[int]] = defaultdict(list)  # the units for each receiver
+    for move in planned:
+        if move.sender == group.rank:
+            sending[move.receiver].append(move.unit)
+    for receiver, sent in sorted(sending.items()):
         faults.point("copy")
-        sent = [move.unit for move in planned if (move.sender, move.receiver) == (group.rank, receiver)]
         flat = [codec.flatten(state.read(units[unit])) for unit in sent]
         text = json.dumps([text.decode() for text, _ in flat]).encode()
         tensors = [tensor for _, each in flat for tensor in each]

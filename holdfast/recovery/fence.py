@@ -10,12 +10,10 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from holdfast.checkpoint.lease import (
     BEATS,
     SECONDS,
-    Chain,
     Claim,
     Note,
     Process,
@@ -25,6 +23,8 @@ from holdfast.checkpoint.lease import (
     superseded_by,
     taken_by,
 )
+from holdfast.checkpoint.lease_on_store import chain_of
+from holdfast.checkpoint.places import Place
 from holdfast.cluster.membership import Generation
 from holdfast.cluster.pulse import PULSE
 from holdfast.errors import CheckpointError
@@ -44,9 +44,9 @@ def claim_of(generation: Generation, worker: str) -> Claim:
 class Fence:
     """This worker's part in holding the lease of a folder. ``seconds``: the duration of the lease."""
 
-    def __init__(self, root: Path, seconds: float = SECONDS) -> None:
+    def __init__(self, root: Place, seconds: float = SECONDS) -> None:
         self._root = root
-        self._chain = Chain(root)
+        self._chain = chain_of(root)
         self._seconds = seconds
         self._lock = threading.Lock()  # the thread that renews it and the one that commits do so one at a time
         self._claim = Claim()  # of the current generation

@@ -173,7 +173,7 @@ class Replayer:
                 # After this vote all have received the step's records and gradients. The update writes into
                 # gradients that were sent, so it must not come earlier.
                 group.vote(torch.zeros(1, device=model.device))
-                again.apply(terms[step - replay.first])
+                again.apply(step, terms[step - replay.first])
                 traffic.arrived(step)
         finally:
             again.drop()

@@ -21,11 +21,11 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.checkpoint import series
-from holdfast.checkpoint.lease import Chain
+from holdfast.checkpoint.lease_on_store import chain_of
+from holdfast.checkpoint.places import Place, Remote
 from holdfast.errors import CheckpointError
 from holdfast.words import count
 
@@ -124,7 +124,7 @@ def _in_words(views: Sequence[View]) -> str:
 # --- the folder -----------------------------------------------------------------------------------
 
 
-def look(root: Path, run: str, worker: str) -> View:
+def look(root: Place, run: str, worker: str) -> View:
     """Return this worker's view of the folder. ``run``: the run that has its lease; empty: none has."""
     machine, folder, fresh = socket.gethostname(), str(root.absolute()), _refresh(root.absolute())
     steps: tuple[int, ...] = ()
@@ -132,7 +132,7 @@ def look(root: Path, run: str, worker: str) -> View:
     error = ""
     try:
         steps = tuple(series.steps_in(root))
-        marked = Chain(root).has(run) if run else None
+        marked = chain_of(root).has(run) if run else None
     except CheckpointError as e:
         error = str(e)
     return View(worker=worker, machine=machine, folder=folder, steps=steps, marked=marked, fresh=fresh, error=error)
@@ -145,8 +145,10 @@ def refuse_joiner(view: View) -> NoReturn:
     )
 
 
-def _refresh(folder: Path) -> bool:
+def _refresh(folder: Place) -> bool:
     """Make this machine's view of a folder new by a change in it, or in the nearest one above; return whether."""
+    if isinstance(folder, Remote):
+        return True  # its lists are never old
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     path = folder / f".look-{secrets.token_hex(6)}"

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast.cluster.group import Transfer
+from holdfast.cluster.membership import Generation, Member
+from holdfast.cluster.talk import Transfer
+from holdfast.cluster.team import ALONE
 
 T = TypeVar("T")
 PATIENCE = 20.0  # seconds until a test that would hang fails instead
@@ -107,16 +109,26 @@ class Network:
 class MemoryGroup:
     """What ``Reduction``, ``Stage``, ``carry_out`` and others use of a ``Group``."""
 
+    team = ALONE
+
     def __init__(self, rank: int, network: Network) -> None:
         self.rank = rank
         self.size = network.size
         self.network = network
         self.bytes = 0
+        members = tuple(Member(worker=f"0.{number}", address="") for number in range(network.size))
+        self.generation = Generation(number=1, members=members)
         self._sent: list[Letter] = []
 
     def check(self) -> None:
         if self.network.failed.is_set():
             raise Lost("another worker has failed")
+
+    gate = check
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Receive]:
         waits = [self._receive(*transfer) for transfer in receives]
@@ -166,7 +178,7 @@ class MemoryGroup:
         self._sent.clear()
         self.sum(ballot)
 
-    def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None) -> None:
+    def sum(self, values: torch.Tensor, ranks: Sequence[int] | None = None, *, tag: int = 0) -> None:
         if ranks is not None:
             self._sum_of(values, ranks)
             return

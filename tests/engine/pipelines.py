@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
+from holdfast.data.feed import MapFeed
 from holdfast.data.order import Order
 from holdfast.engine.engine import Engine, Loss
+from holdfast.engine.measures import evaluate
 from holdfast.engine.model import LayeredModel, Layers
 from holdfast.engine.update import Update
 from holdfast.plan.layout import Layout, PlacedPipeline, side_by_side
@@ -103,9 +105,10 @@ class Job:
             model=model,
             update=Update(model.trainable, self.optimizer, clip_norm=self.clip_norm, inverse=self.inverse),
             loss=self.loss,
-            data=self.data,
-            order=Order(size=len(self.data), global_batch=self.global_batch, micro_batch=self.micro_batch, seed=0),
-            collate=default_collate,
+            feed=MapFeed(
+                self.data,
+                order=Order(size=len(self.data), global_batch=self.global_batch, micro_batch=self.micro_batch, seed=0),
+            ),
             exact=self.exact,
             autocast=self.autocast,
         )
@@ -116,7 +119,7 @@ class Result:
     """What one worker has at the end."""
 
     losses: list[float]
-    evaluation: list[float]
+    evaluation: dict[str, float]
     tensors: dict[str, Tensor]  # weights, buffers and slots of the layers that it holds
 
     def differs_from(self, other: Result) -> list[str]:
@@ -169,7 +172,7 @@ def train(job: Job, layout: Layout, network: Network | None = None) -> list[Resu
         losses: list[float] = []
         for step in range(job.steps):
             losses += one_step(engine, group, step)
-        evaluation = engine.evaluate(job.data, job.loss, group)
+        evaluation = evaluate(engine, job.data, {"loss": job.loss}, group)
         group.vote(torch.zeros(1))
         return Result(losses=losses, evaluation=evaluation, tensors=state_of(engine))
 
@@ -194,7 +197,7 @@ def assert_same(job: Job, *layouts: Layout, expected: Result | None = None) -> N
             seen |= result.tensors.keys()
         assert seen == expected.tensors.keys(), "somebody holds everything"
         assert [sum(values) for values in zip(*(r.losses for r in results), strict=True)] == expected.losses
-        assert [sum(values) for values in zip(*(r.evaluation for r in results), strict=True)] == expected.evaluation
+        assert all(result.evaluation == expected.evaluation for result in results)
 
 
 def each_alone(layers: int) -> Layout:

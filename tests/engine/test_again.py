@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from holdfast.engine.again import Again
 from holdfast.engine.engine import Engine
 from holdfast.engine.pipe import read
+from holdfast.engine.statistics import Statistics
 from holdfast.engine.update import Terms
 from holdfast.log.record import Message
 from holdfast.plan.batch import shares
@@ -22,6 +23,7 @@ from holdfast.plan.layout import Layout
 from holdfast.plan.log_records import Direction, Key
 from tests.engine.between import BETWEEN
 from tests.engine.memory_group import MemoryGroup, Network, on_workers
+from tests.engine.norms import both
 from tests.engine.pipelines import (
     WIDTH,
     Job,
@@ -116,7 +118,7 @@ def again(
         for step in range(first, job.steps):
             once_more.attempt(step, shares(engine.order.micro_batches(step), workers) + idle)
             group.vote(torch.zeros(1))  # until then what was sent must stay as it is
-            once_more.apply(past.terms[step])
+            once_more.apply(step, past.terms[step])
         return state_of(engine), book
 
     return on_workers(size or workers, work)
@@ -336,3 +338,36 @@ def test_control_records_that_somebody_writes_into_show() -> None:
     past = live(job, each_alone(3))
     with pytest.raises(AssertionError, match="workers, rank 0"):
         assert_as_before(job, past, [range(1, 2)], workers=1)
+
+
+# --- statistics --------------------------------------------------------------------------------------
+
+NORMS = Job(
+    layers=lambda: [
+        linear(),
+        nn.BatchNorm1d(WIDTH),
+        linear(),
+        Layer(both, nn.BatchNorm1d(WIDTH, momentum=None)),
+        linear(),
+    ],
+    data=numbers(32),
+    global_batch=12,
+    micro_batch=3,
+    steps=4,
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_running_statistics(workers: int) -> None:
+    """Also from a step on at which they were saved, and with a worker that only watches."""
+    past = live(NORMS, each_alone(5))
+    for spans in ([range(1, 2)], [range(3, 4)], [range(1), range(3, 5)], [range(5)]):
+        assert_as_before(NORMS, past, spans, workers=workers, size=workers + 1)
+    assert_as_before(NORMS, past, [range(1, 4)], workers=workers, first=2)
+
+
+def test_control_statistics_that_are_not_exchanged_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    past = live(NORMS, each_alone(5))
+    monkeypatch.setattr(Statistics, "exchange", lambda *args: None)
+    with pytest.raises(AssertionError, match="running_mean"):
+        assert_as_before(NORMS, past, [range(1, 2)], workers=2)

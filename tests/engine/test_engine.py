@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
+from holdfast.cluster.team import ALONE
+from holdfast.data.feed import MapFeed
 from holdfast.data.order import Order
 from holdfast.engine.engine import Engine
 from holdfast.engine.model import LayeredModel
@@ -33,9 +35,10 @@ def make_engine(module: nn.Module, *, exact: bool = True) -> Engine:
         model=model,
         update=Update(model.trainable, lambda ps: torch.optim.SGD(ps, lr=0.01)),
         loss=mse_loss,
-        data=TensorDataset(fill(torch.empty(26, 4), 1), fill(torch.empty(26, 4), 2)),
-        order=Order(size=26, global_batch=14, micro_batch=2, seed=0),
-        collate=default_collate,
+        feed=MapFeed(
+            TensorDataset(fill(torch.empty(26, 4), 1), fill(torch.empty(26, 4), 2)),
+            order=Order(size=26, global_batch=14, micro_batch=2, seed=0),
+        ),
         exact=exact,
         autocast=None,
     )
@@ -108,7 +111,7 @@ class Repeated(nn.Module):
 class Listener:
     """A second worker that only notes what it is sent, at the moment it is sent."""
 
-    rank, size = 0, 2
+    rank, size, team = 0, 2, ALONE
 
     def __init__(self) -> None:
         self.heard: list[torch.Tensor] = []
@@ -123,7 +126,7 @@ class Listener:
 
     def finish(self, works: Any) -> None: ...
 
-    def sum(self, values: torch.Tensor, ranks: Any = None) -> None: ...
+    def sum(self, values: torch.Tensor, ranks: Any = None, *, tag: int = 0) -> None: ...
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -138,7 +141,7 @@ def test_a_gradient_is_sent_whole_or_refused(reentrant: bool) -> None:
         engine.drop()
     whole = make_engine(Repeated(reentrant))
     share = [i for index in range(3) for i in whole.order.samples(0, index)]
-    inputs, targets = default_collate([whole.data[i] for i in share])
+    inputs, targets = whole.feed.collate([whole.feed.data[i] for i in share])
     (mse_loss(whole.model.module(inputs), targets) * 6 / 14).backward()
     gradient = torch.cat([p.grad.flatten() for p in reversed(whole.model.trainable)])
     sent = [t.sum() for t in listener.heard]

@@ -15,12 +15,13 @@ from holdfast.checkpoint import save
 from holdfast.checkpoint.series import folder_of
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import alone
+from holdfast.engine.buffers import ChangingBuffers
 from holdfast.engine.engine import Engine
 from holdfast.engine.guard import LOOK, ROUND, Guard
+from holdfast.engine.measures import evaluate
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
-from holdfast.engine.statistics import ChangingBuffers
 from holdfast.errors import Broken, UsageError
 from holdfast.plan.layout import side_by_side
 from holdfast.recovery.resume import Checkpoints, Resumer
@@ -147,7 +148,7 @@ def test_an_evaluation_that_writes_is_refused() -> None:
     engine = job.engine()
     step(engine, 0)
     with pytest.raises(UsageError, match=r"the evaluation changes buffer '1\.looks'"):
-        engine.evaluate(job.data, job.loss, alone())
+        evaluate(engine, job.data, {"loss": job.loss}, alone())
 
 
 class Tables(nn.Module):
@@ -175,7 +176,7 @@ def test_a_model_that_writes_nothing_is_welcome() -> None:
     engine = job.engine()
     for number in range(3):
         step(engine, number)
-        engine.evaluate(job.data, job.loss, alone())
+        evaluate(engine, job.data, {"loss": job.loss}, alone())
         with torch.no_grad():
             tables.mask.fill_(float(number))  # by the script, between steps, as torch counts it
         engine.look_at(None)
@@ -236,7 +237,7 @@ def test_values_from_a_checkpoint_are_no_writes_of_a_pass(tmp_path: Path) -> Non
     """They are read into the tensors' memory, past torch, also while a run goes on."""
     frozen = Layer(lambda x, inner: inner(x), linear().requires_grad_(False))
     engine = job_of(frozen, Counts(), exact=False).engine()
-    state = State(engine.model, engine.update, Progress(), look=engine.look_at, exact=False)
+    state = State(engine.model, engine.update, Progress(), look=engine.look_at)
     resumer = Resumer(Checkpoints(folder=tmp_path), state, Events(None))
     step(engine, 0)
     saved = contents(engine)
@@ -406,7 +407,7 @@ def test_an_evaluation_leaves_buffers_as_they_were_in_fast_mode() -> None:
     job = job_of(CountsEvaluations(), exact=False)
     engine = job.engine()
     step(engine, 0)
-    engine.evaluate(job.data, job.loss, alone())
+    evaluate(engine, job.data, {"loss": job.loss}, alone())
     assert contents(engine)["1.looks"].item() == 0.0
     step(engine, 1)
 
@@ -455,9 +456,7 @@ def test_a_log_refuses_buffers_that_change_in_fast_mode() -> None:
         model=engine.model,
         update=engine.update,
         loss=engine.loss,
-        data=engine.data,
-        order=engine.order,
-        collate=engine.collate,
+        feed=engine.feed,
         exact=False,
         autocast=None,
         log=Nothing(),  # type: ignore[arg-type]

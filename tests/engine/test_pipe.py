@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.cluster.group import form
-from holdfast.cluster.membership import Generation, Member
 from holdfast.engine.boundary import settled
 from holdfast.engine.pipe import REMEMBERED, UNCLAIMED, Inbox, Outbox, describe
 from holdfast.errors import Broken, UsageError
+from tests.cluster.links.hubs import linked, together
 from tests.engine.memory_group import MemoryGroup, Network, Receive
 
 CPU = torch.device("cpu")
@@ -126,52 +124,31 @@ def test_values_arrive_as_they_were_in_order_and_any_number_of_times(given: list
         assert_equal(pipe.through(given[number]), given[number])
 
 
-class Store:
-    """Where two groups of one process find each other."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def take(self, key: str) -> bytes:
-        with self._changed:
-            assert self._changed.wait_for(lambda: key in self._values, 20)
-            return self._values[key]
-
-
 ODD = [torch.uint16, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def test_over_real_wires_every_kind_of_number_arrives() -> None:
-    """Gloo sends memory, and must not care what is in it."""
+    """Links send memory, and must not care what is in it."""
     base = torch.arange(6.0).view(2, 3)
     given: list[Any] = [(base.to(dtype), number) for number, dtype in enumerate(DTYPES + ODD)] * 2
     given += [base.t(), base[:, ::2], base.to(torch.complex64).conj(), base[:0], base.sum(), None, {"a": [base, base]}]
-    members = tuple(Member(worker=f"0.{rank}", address="127.0.0.1") for rank in range(2))
-    generation, store = Generation(number=1, members=members), Store()
-    found: list[Any] = []
+    with linked() as groups:
+        inbox = Inbox(groups[1], 0, 1000, CPU)
 
-    def send() -> None:
-        group = form(generation, "0.0", store, CPU)
-        out = Outbox(group, 1, 1000, CPU)
-        kept = [out.send(describe(value)) for value in given]
-        group.vote(torch.zeros(1))
-        del kept
+        def send() -> None:
+            out = Outbox(groups[0], 1, 1000, CPU)
+            kept = [out.send(describe(value)) for value in given]
+            groups[0].vote(torch.zeros(1))
+            del kept
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    group = form(generation, "0.1", store, CPU)
-    inbox = Inbox(group, 0, 1000, CPU)
-    found = [inbox.take() for _ in given]
-    group.vote(torch.zeros(1))
-    sender.join()
+        def receive() -> list[Any]:
+            taken = [inbox.take() for _ in given]
+            groups[1].vote(torch.zeros(1))
+            return taken
+
+        found = together(send, receive)[1]
+        groups[1].close()
+        inbox.close()
     for one, other in zip(found, given, strict=True):
         if isinstance(other, tuple):
             assert one[0].dtype == other[0].dtype
@@ -179,8 +156,6 @@ def test_over_real_wires_every_kind_of_number_arrives() -> None:
             assert bytes(one[0].untyped_storage()) == bytes(other[0].untyped_storage())
         else:
             assert_equal(one, other)
-    group.close()
-    inbox.close()
 
 
 def test_many_may_be_under_way() -> None:

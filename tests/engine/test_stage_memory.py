@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
+from holdfast.engine.walk import walk
 from holdfast.errors import Broken
 from tests.engine.memory_group import Lost, MemoryGroup, Network, Receive, on_workers
 from tests.engine.pipelines import Job, fill, lay, linear, numbers, one_step, take_place
@@ -131,7 +132,7 @@ def test_memory_is_bounded_by_the_layers_of_the_place() -> None:
         held = [p for n in engine.model.held for p in engine.model.layers[n].parameters()]
         assert {id(p) for p in state} == {id(p) for p in held}, "slots for held parameters only"
         slots = bytes_of(t for slot in state.values() for t in slot.values())
-        rooms = [t for b in engine._buckets for t in (b.scratch, *(s.memory for s in b.free)) if t is not None]
+        rooms = [t for b in engine.buckets for t in (b.scratch, *(s.memory for s in b.free)) if t is not None]
         assert all(p.grad is None for p in engine.model.module.parameters())
         return bytes_of(engine.model.module.parameters()) / one, slots / one, bytes_of(rooms) / one
 
@@ -161,9 +162,10 @@ def test_while_evaluating_a_first_stage_is_only_so_far_ahead() -> None:
             return send(sends)
 
         group.send = counting
-        values = engine.evaluate(data, mse_loss, group)
+        seen: list[float] = []
+        walk(engine, data, group, lambda passed: seen.append(float(mse_loss(*passed.pair))))
         group.vote(torch.zeros(1))
-        return values
+        return seen
 
     assert len(on_workers(3, work, network)[2]) == count
     assert most[0] < 40

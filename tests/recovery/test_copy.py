@@ -37,7 +37,7 @@ def make_state(seed: int, steps: int) -> State:
         update.apply(step=step)
     assert len(model.units) == UNITS
     progress = Progress(step=steps, results={"1/0": 0.25 + seed})
-    return State(model, update, progress, exact=False)
+    return State(model, update, progress)
 
 
 def digest(state: State, unit: int) -> Any:
@@ -191,6 +191,23 @@ def test_the_load_is_spread_over_the_holders(holders: int, units: int, newcomers
     counts = [sent[rank] for rank in range(holders)]
     assert sum(counts) == units * newcomers
     assert max(counts) - min(counts) <= 1
+
+
+def test_a_plan_for_many_joiners_does_not_grow_with_the_square_of_the_workers() -> None:
+    class Counted(frozenset[int]):
+        asked = 0
+
+        def __contains__(self, unit: object) -> bool:
+            Counted.asked += 1
+            return super().__contains__(unit)
+
+    asked = []
+    for workers in (32, 128):
+        Counted.asked = 0
+        held = [Counted(range(4)) if rank % 2 else Counted() for rank in range(workers)]
+        assert len(moves(held, [range(4)] * workers, dict.fromkeys(range(4), 1))) == 4 * workers / 2
+        asked.append(Counted.asked)
+    assert asked[1] == 4 * asked[0]
 
 
 def test_a_large_unit_is_weighed() -> None:

@@ -257,14 +257,14 @@ def saving(root: Path, step: int, value: int, fence: Fence) -> Save:
 
 
 def carry_out(save: Save, fence: Fence) -> None:
-    save.commit([save.write(save.image.fill)], guard=fence.check)
+    save.commit([save.write([save.images[0].fill])], guard=fence.check)
 
 
 def test_a_writer_that_sleeps_before_the_check_commits_nothing(folder: Folder) -> None:
     old, new = folder.fence(), folder.fence()
     assert old.begin(claim(epoch=1))
     late = saving(folder.root, 3, 1, old)
-    report = late.write(late.image.fill)
+    report = late.write([late.images[0].fill])
     new.enter(claim(epoch=2, worker="0.1"), first=True)
     carry_out(saving(folder.root, 4, 2, new), new)
     with pytest.raises(Superseded):
@@ -280,7 +280,7 @@ def test_a_writer_that_sleeps_between_check_and_rename_replaces_nothing(
     old, new = folder.fence(), folder.fence()
     assert old.begin(claim(epoch=1))
     late = saving(folder.root, 3, 1, old)
-    report = late.write(late.image.fill)
+    report = late.write([late.images[0].fill])
 
     def sleep_after_check() -> None:
         old.check()
@@ -303,7 +303,7 @@ def test_a_writer_that_sleeps_there_and_commits_another_step_is_known_by_its_ter
     assert old.begin(claim(epoch=1))
     late = Save(series.folder_of(folder.root, 9), whole(steps=3).tree(), Alone())
     late.details["term"] = old.check().term
-    report = late.write(late.image.fill)
+    report = late.write([late.images[0].fill])
     calls: list[int] = []
 
     def sleep_after_check() -> None:

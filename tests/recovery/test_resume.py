@@ -165,16 +165,16 @@ OLD = "parameters 3, numerics exact, clip_norm None, seed 7, threads 1, torch 2.
 @pytest.mark.parametrize(
     ("before", "warned"),
     [
-        ({"what": "a test"}, ""),
-        ({"what": "another", "gone": "1"}, "what is a test, before it was another"),
-        ({"gone": "1"}, ""),
-        ({}, ""),
-        (OLD, ""),
+        ({"what": "a test"}, []),
+        ({"what": "another", "gone": "1"}, [["setting", "then", "now"], ["what", "another", "a test"]]),
+        ({"gone": "1"}, []),
+        ({}, []),
+        (OLD, []),
     ],
     ids=["same", "different", "other facts", "none", "a text, as in older checkpoints"],
 )
 def test_a_run_that_is_not_as_it_was_saved_is_resumed_with_a_warning(
-    tmp_path: Path, caplog: Any, before: Any, warned: str
+    tmp_path: Path, caplog: Any, before: Any, warned: list[list[str]]
 ) -> None:
     def label(rank: int, state: State) -> None:
         state.progress.label = before
@@ -183,7 +183,9 @@ def test_a_run_that_is_not_as_it_was_saved_is_resumed_with_a_warning(
     states = resume(tmp_path, PARTS[1])
     assert [state.progress.step for state in states] == [3, 3]
     assert all(state.progress.label == {"what": "a test"} for state in states), "the next checkpoint has the new one"
-    assert [warned] * bool(warned) == [text.partition(": ")[2] for text in caplog.messages], "one says it for all"
+    assert len(caplog.messages) == bool(warned), "one says it for all"
+    lines = [re.split(r"  +", line.strip()) for text in caplog.messages for line in text.splitlines()[1:]]
+    assert lines == warned
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path, caplog: Any) -> None:
@@ -233,6 +235,21 @@ def test_another_optimizer_is_refused_everywhere(tmp_path: Path) -> None:
     save_parts(tmp_path, PARTS[1])
     with pytest.raises(Unfit, match="the optimizer was a AdamW and is a SGD"):
         resume(tmp_path, PARTS[1], optimizer="momentum")
+
+
+def test_a_refusal_shows_what_has_changed(tmp_path: Path) -> None:
+    def label(rank: int, state: State) -> None:
+        state.progress.label = {"what": "another one", "same": "1"}
+
+    save_parts(tmp_path, PARTS[1], meddle=label)
+    with pytest.raises(Unfit) as caught:
+        resume(tmp_path, PARTS[1], optimizer="momentum")
+    sentence, _, *lines = str(caught.value).splitlines()
+    assert "the optimizer was a AdamW and is a SGD" in sentence
+    assert [re.split(r"  +", line.strip()) for line in lines] == [
+        ["setting", "then", "now"],
+        ["what", "another one", "a test"],
+    ]
 
 
 def read_only(chain: Chain) -> None:

@@ -104,9 +104,7 @@ def test_a_schedule_counts_from_the_first_bucket_of_a_step() -> None:
                 inverse=inverse,
             ),
             loss=engine.loss,
-            data=engine.data,
-            order=engine.order,
-            collate=engine.collate,
+            feed=engine.feed,
             exact=True,
             autocast=None,
         )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.run.run import Run
+    from holdfast.run.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +24,17 @@ class ScriptMeasured(SystemExit):
 class _Request:
     """A request to measure the next run that starts to train, and to end its script there."""
 
-    def __init__(self, measure: Callable[[Run], None]) -> None:
+    def __init__(self, measure: Callable[[Training], None]) -> None:
         self.measure = measure
         self.is_granted = False  # whether a run has been measured for it
 
 
 _requests: list[_Request] = []  # the innermost last
-_measured: list[Run] = []  # runs that were measured: their weights and optimizers are used up
+_measured: list[Training] = []  # runs that were measured: their weights and optimizers are used up
 
 
 @contextmanager
-def instead_of_training(measure: Callable[[Run], None]) -> Iterator[None]:
+def instead_of_training(measure: Callable[[Training], None]) -> Iterator[None]:
     """Within this context, give a ``Run`` that starts to train to ``measure`` and end its script there.
 
     ``measure`` is called on the spot, not afterwards: the script may close its data when it is left.
@@ -56,7 +56,7 @@ def instead_of_training(measure: Callable[[Run], None]) -> Iterator[None]:
         _requests.remove(request)
 
 
-def about_to_train(run: Run) -> None:
+def about_to_train(run: Training) -> None:
     """Measure the run if that was requested, then raise ``ScriptMeasured``; else return at once.
 
     A ``Run`` calls this before its first step.
@@ -69,7 +69,7 @@ def about_to_train(run: Run) -> None:
         raise ScriptMeasured
 
 
-def end_if_measured(run: Run) -> None:
+def end_if_measured(run: Training) -> None:
     """Raise ``ScriptMeasured`` if the script has been measured.
 
     A script may go on after that (``finally:``, ``except:``). It ends again as soon as it needs its run.
@@ -78,7 +78,7 @@ def end_if_measured(run: Run) -> None:
         raise ScriptMeasured
 
 
-def may_write(run: Run, path: str | os.PathLike[str]) -> bool:
+def may_write(run: Training, path: str | os.PathLike[str]) -> bool:
     """Return whether a run may write the file ``path``. A run that is to be measured may not, and the user is told.
 
     Raises ``ScriptMeasured`` if the script has been measured already.

@@ -1,14 +1,13 @@
 """Brings two processes together to measure the link between them (``round_trips.py``).
 
-One side serves, the other one measures. Both prove first that they know the job's token (``cluster/wire.py``); over
-that connection they find each other's Gloo addresses, as the workers of a generation do. For the link inside a host,
-the side that serves is a process started for it.
+One side serves, the other one measures. Both prove first that they know the job's token (``cluster/wire.py``). Over
+that connection they tell each other their ports; then they are linked as the workers of a generation are. For the link
+inside a host, the side that serves is a process started for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import socket
 import subprocess
@@ -16,38 +15,33 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from holdfast.cluster import wire
 from holdfast.cluster.gate import Gate
-from holdfast.cluster.group import Group, form
+from holdfast.cluster.group import Group
+from holdfast.cluster.links.hub import Hub
+from holdfast.cluster.links.member_links import LinkSettings
 from holdfast.cluster.membership import Generation, Member
-from holdfast.cluster.store import GenerationStore
 from holdfast.engine.profile.round_trips import CLOCK, ECHO, MeasuredLink, clock, echo
 from holdfast.errors import Broken, HoldfastError
 
 LONGEST_SECONDS = 300.0  # for all trips of a link: a peer that hangs must not hold the command for ever
+SILENT_SECONDS = 5.0  # without an answer of the other machine, after which it counts as gone
 LEAVE_SECONDS = 5.0  # for the other side to hear the order to end, and to leave
 
 T = TypeVar("T")
 
 
 class _Pair:
-    """One of two processes that form a group over an authenticated connection.
+    """One of two processes that form a group. An authenticated connection brings them together.
 
-    Three things run at once here: the event loop listens to the connection, a thread forms the group and works in it,
-    and a timer ends both if that takes too long. Whatever ends first ends the others through ``_give_up``.
+    Three things run at once here: the event loop listens to the connection, a thread works in the group, and a timer
+    ends both if that takes too long. Whatever ends first ends the others through ``_give_up``.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rank: int) -> None:
-        here, there = (str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername"))
-        addresses = (here, there) if rank == CLOCK else (there, here)
-        members = tuple(Member(worker=f"0.{number}", address=address) for number, address in enumerate(addresses))
-        self._generation = Generation(number=1, members=members)
-        self._worker = f"0.{rank}"
-        self._reader, self._writer = reader, writer
-        self._loop = asyncio.get_running_loop()
-        self._store = GenerationStore(self._push)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rank: int, token: str) -> None:
+        self._here, self._there = (str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername"))
+        self._reader, self._writer, self._rank = reader, writer, rank
+        self._hub = Hub(self._here, LinkSettings(token=token, heartbeat=SILENT_SECONDS))
         self._group: Group | None = None
 
     async def do(self, work: Callable[[Group], T]) -> T:
@@ -55,41 +49,47 @@ class _Pair:
 
         Raises ``Broken`` if the other side goes away, or if the work takes longer than ``LONGEST_SECONDS``.
         """
+        self._group = group = await self._form()
         listening = asyncio.create_task(self._listen())
-        late = self._loop.call_later(LONGEST_SECONDS, self._give_up, f"no end after {LONGEST_SECONDS:g} s")
+        late = asyncio.get_running_loop().call_later(
+            LONGEST_SECONDS, self._give_up, f"no end after {LONGEST_SECONDS:g} s"
+        )
         try:
-            result = await asyncio.to_thread(self._in_thread, work)
-            if self._worker == f"0.{CLOCK}":  # stays until the other side has left: the order to end must arrive
+            result = await asyncio.to_thread(work, group)
+            if self._rank == CLOCK:  # stays until the other side has left: the order to end must arrive
                 await asyncio.wait([listening], timeout=LEAVE_SECONDS)
             return result
         finally:
             late.cancel()
             listening.cancel()
             self._give_up("done")
+            self._hub.close()
 
-    def _in_thread(self, work: Callable[[Group], T]) -> T:
-        self._group = form(self._generation, self._worker, self._store, torch.device("cpu"))
-        if self._store.closed:  # given up before there was a group to abort
-            self._group.abort("the other side is gone")
-        return work(self._group)
-
-    def _push(self, key: str, value: bytes) -> None:
-        """Send what this side puts into the store (its Gloo address) to the other side. Called from the thread."""
-        message = wire.encode({"key": key, "value": base64.b64encode(value).decode()})
-        self._loop.call_soon_threadsafe(self._writer.write, message)
+    async def _form(self) -> Group:
+        """Tell the other side this one's port, hear its port, and make the group of the two. Raises ``Broken``."""
+        self._writer.write(wire.encode({"port": self._hub.port}))
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                port = int(wire.decode(await self._reader.readline())["port"])
+        except (ValueError, KeyError, TypeError, OSError, TimeoutError) as e:
+            self._hub.close()
+            raise Broken("the other side is gone") from e
+        ends = [(self._here, self._hub.port), (self._there, port)]
+        if self._rank != CLOCK:
+            ends.reverse()
+        members = tuple(Member(worker=f"0.{n}", address=host, port=port) for n, (host, port) in enumerate(ends))
+        generation = Generation(number=1, members=members)
+        return Group(generation, self._rank, self._hub.links(generation, f"0.{self._rank}"))
 
     async def _listen(self) -> None:
-        """Put what the other side pushes into the store, until the connection ends."""
+        """Wait for the end of the connection: nothing more is said on it."""
         try:
-            while line := await self._reader.readline():
-                message = wire.decode(line)
-                self._store.arrived(str(message["key"]), base64.b64decode(message["value"]))
-        except (ValueError, KeyError, TypeError, OSError):
-            pass  # nonsense on the line: treated as a connection that is gone
+            await self._reader.read()
+        except OSError:
+            pass
         self._give_up("the other side is gone")
 
     def _give_up(self, reason: str) -> None:
-        self._store.close()
         if self._group is not None:
             self._group.abort(reason)
 
@@ -103,7 +103,7 @@ async def _serve(listening: socket.socket, token: str) -> str:
         try:
             async with busy:
                 if not served.done():
-                    await _Pair(reader, writer, ECHO).do(echo)
+                    await _Pair(reader, writer, ECHO, token).do(echo)
                     served.set_result(str(writer.get_extra_info("peername")[0]))
         except (Broken, OSError):
             pass  # a peer that went away: the next one may do better
@@ -139,9 +139,9 @@ def serve(address: tuple[str, int], token: str, say: Callable[[str], None]) -> N
 
 
 async def _measure(address: tuple[str, int], token: str) -> MeasuredLink:
-    reader, writer = await wire.connect(address, token, {"profile": 1})
+    reader, writer = await wire.connect(address, token, lambda: {"profile": 1})
     try:
-        return await _Pair(reader, writer, CLOCK).do(clock)
+        return await _Pair(reader, writer, CLOCK, token).do(clock)
     finally:
         writer.close()
 

@@ -22,7 +22,7 @@ from holdfast.plan.profile import LayerCost, Link, Profile
 from holdfast.words import count, seconds_text
 
 if TYPE_CHECKING:
-    from holdfast.run.run import Run
+    from holdfast.run.training import Training
 
 WARM_UP = 3  # passes that are not timed, because the first ones are slower; in the very first, bytes are counted
 UPDATES = 5  # of the optimizer that are timed, after one that makes its slots; their median counts
@@ -42,7 +42,7 @@ class MeasuredLayers:
 
         The link between hosts is taken to be the same; ``with_between`` says it better.
         """
-        transport = "Gloo between two processes of this host, over loopback"
+        transport = "two processes of this host, over loopback"
         if self.facts.device["type"] == "cuda":
             transport += "; the run itself would use NCCL, which is not measured"
         return Profile(
@@ -222,7 +222,7 @@ def with_between(
     notes: dict[str, Any] = {"between": AS_INSIDE}
     link = profile.inside
     if measured is not None:
-        link, notes = measured.link, {"between": f"measured: with {peer}, over Gloo", "between_trips": measured.notes()}
+        link, notes = measured.link, {"between": f"measured: with {peer}", "between_trips": measured.notes()}
     elif bandwidth is not None and latency is not None:
         link, notes = Link(bandwidth=bandwidth, latency=latency), {"between": "given: bandwidth and latency"}
     elif bandwidth is not None:
@@ -237,7 +237,7 @@ def with_between(
 # --- is it the right one? -----------------------------------------------------------------------------
 
 
-def fits(profile: Profile, run: Run) -> str | None:
+def fits(profile: Profile, run: Training) -> str | None:
     """Return why a profile is not one of this run, in words; None if it is one."""
     facts, *_ = read_facts(run.engine)
     return difference(profile, facts, run.engine.model)

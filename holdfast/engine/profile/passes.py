@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from holdfast.data.fetch import fetch
+from holdfast.data.fetch import pair, to_device
 from holdfast.engine.boundary import tensors_in
 from holdfast.engine.engine import Engine
 from holdfast.errors import UsageError
-from holdfast.rng import seed_everything, seed_of, seed_torch
+from holdfast.rng import seed_of, seed_torch
 
 # What a layer may give beside tensors: it can be sent to another worker.
 Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -29,8 +29,12 @@ Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 def micro_batch(engine: Engine) -> tuple[Any, Any]:
     """Return inputs and targets of the run's first micro-batch, which always has its full size."""
-    seed_everything(seed_of(engine.order.seed, 0, 0, "data"), engine.model.device)
-    return fetch(engine.data, engine.order.samples(0, 0), engine.collate, engine.model.device)
+    if engine.takes_model:
+        raise UsageError(
+            "a model that its loss calls is one layer: there is nothing to plan",
+            hint="layers= with loss(output, target)",
+        )
+    return pair(to_device(engine.feed.read(0, 0), engine.model.device))
 
 
 @dataclass(kw_only=True)
@@ -130,6 +134,7 @@ class Passes:
         output = self._model.layers[number](inputs)
         if number < self._last:
             return output
+        assert self._engine.loss is not None
         loss = self._engine.loss(output, self._targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("loss must give one number, the mean over the samples", hint="reduction='mean'")

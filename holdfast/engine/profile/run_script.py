@@ -14,12 +14,12 @@ from holdfast.engine.profile.hook import instead_of_training
 from holdfast.errors import HoldfastError, UsageError
 
 if TYPE_CHECKING:
-    from holdfast.run.run import Run
+    from holdfast.run.training import Training
 
 T = TypeVar("T")
 
 
-def until_training(command: Sequence[str], measure: Callable[[Run], T], *, module: bool = False) -> T:
+def until_training(command: Sequence[str], measure: Callable[[Training], T], *, module: bool = False) -> T:
     """Run a script as ``python`` would, and return ``measure(run)`` of its ``Run`` that is about to train.
 
     ``command`` is the script and its arguments; with ``module``, its first word is a module's name.
@@ -31,8 +31,10 @@ def until_training(command: Sequence[str], measure: Callable[[Run], T], *, modul
     results: list[T] = []
     failures: list[BaseException] = []  # in order; the first one counts, a script's `finally` may add another
 
-    def look(run: Run) -> None:
+    def look(run: Training) -> None:
         try:
+            if run.engine.loss is None:
+                raise UsageError("a Loop computes its passes itself, and cannot be measured", hint="profile a Run")
             results.append(measure(run))
         except BaseException as e:
             failures.append(e)

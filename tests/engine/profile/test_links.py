@@ -60,8 +60,12 @@ def test_who_does_not_know_the_token_is_refused_and_the_next_one_served() -> Non
 
 def test_a_peer_that_goes_away_is_forgotten() -> None:
     server = Served()
-    line = wire.Line(server.address, TOKEN, {"profile": 1})
-    line.close()
+
+    async def come_and_go() -> None:
+        _, writer = await wire.connect(server.address, TOKEN, lambda: {"profile": 1})
+        writer.close()
+
+    asyncio.run(come_and_go())
     assert links.measure_peer(server.address, TOKEN).link.bandwidth > 0
     assert server.ended()
 

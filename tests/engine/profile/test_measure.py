@@ -258,4 +258,4 @@ def test_what_is_known_between_hosts_is_said() -> None:
     measured = MeasuredLink(link=Link(bandwidth=2e9, latency=2e-3), seconds={4: 2e-3}, error=0.0)
     peer = with_between(known, peer="head:1", measured=measured)
     assert (peer.between, peer.inside) == (measured.link, known.inside)
-    assert peer.notes["between"] == "measured: with head:1, over Gloo"
+    assert peer.notes["between"] == "measured: with head:1"

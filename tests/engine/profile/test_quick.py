@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
+from holdfast.data.feed import MapFeed
 from holdfast.data.order import Order
 from holdfast.engine.engine import Engine
 from holdfast.engine.model import LayeredModel
@@ -55,9 +56,10 @@ def make_engine(
         model=model,
         update=Update(model.trainable, optimizer, **update),
         loss=mse_loss,
-        data=TensorDataset(torch.randn(16, width), torch.randn(16, width)),
-        order=Order(size=16, global_batch=8, micro_batch=BATCH, seed=0),
-        collate=default_collate,
+        feed=MapFeed(
+            TensorDataset(torch.randn(16, width), torch.randn(16, width)),
+            order=Order(size=16, global_batch=8, micro_batch=BATCH, seed=0),
+        ),
         exact=exact,
         autocast=None,
     )
