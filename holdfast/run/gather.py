@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import secrets
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from holdfast.checkpoint.disk import BLOCK, Bytes, blocks_of, sync_folder, write_blocks
 from holdfast.checkpoint.safetensors_writer import Array, Image, array_of
@@ -38,21 +40,31 @@ class Holders(Protocol):
 def gather_sha256(group: Group | None, state: State, *, weights_only: bool = False) -> str:
     """Return the hash of the whole state, the same on every worker. All of the group call it.
 
-    Only digests are sent. Raises ``Broken``, or ``HoldfastError`` if nobody holds a part of the state.
+    Only digests are sent. Raises ``Broken``, ``HoldfastError`` if nobody holds a part of the state, and ``Drift`` if
+    workers have different values of it.
     """
     if group is None:
         return state.sha256(weights_only=weights_only)
     mine = state.digests(weights_only=weights_only)
     said = Texts(group, state.model.device).exchange(json.dumps(mine).encode())
-    return state.combine([json.loads(text) for text in said], weights_only=weights_only)
+    parts = [json.loads(text) for text in said]
+    return state.combine(parts, weights_only=weights_only, workers=group.generation.workers)
 
 
-def write_model(group: Group | None, model: LayeredModel, layout: Holders | None, path: Path) -> None:
+def write_model(
+    group: Group | None,
+    model: LayeredModel,
+    layout: Holders | None,
+    path: Path,
+    *,
+    weights: Mapping[nn.Parameter, torch.Tensor] | None = None,
+) -> None:
     """Write all weights as one safetensors file, whole or not at all. All of the group call it, the first one writes.
 
     The others send the weights that it lacks, block by block as it writes, so it needs memory for one block only. A
-    tied weight is written once, and its other names are noted as ``save_model`` of safetensors does. Raises
-    ``Broken``, and ``HoldfastError`` if the file cannot be written or nobody holds a weight.
+    tied weight is written once, and its other names are noted as ``save_model`` of safetensors does. ``weights``: what
+    is written in the place of these parameters that are held here. Raises ``Broken``, and ``HoldfastError`` if the file
+    cannot be written or nobody holds a weight.
     """
     rank = WRITER if group is None else group.rank
     named = Names(model).saved(model.is_held)
@@ -61,7 +73,7 @@ def write_model(group: Group | None, model: LayeredModel, layout: Holders | None
     for name, one in named.items():
         if first[name] == name:
             sender = _sender(name, one, layout)
-            arrays.append(_array(name, one, sender, rank, group))
+            arrays.append(_array(name, _instead(one, weights or {}), sender, rank, group))
     second = {name: kept for name, kept in sorted(first.items()) if name != kept}
     image = Image(sorted(arrays, key=lambda array: array.name), second)
     if rank == WRITER:
@@ -71,6 +83,12 @@ def write_model(group: Group | None, model: LayeredModel, layout: Holders | None
     scratch: Bytes = np.empty(BLOCK, dtype=np.uint8)
     for start in blocks_of(image.size):
         image.fill(start, min(start + BLOCK, image.size), scratch)
+
+
+def _instead(one: Named, weights: Mapping[nn.Parameter, torch.Tensor]) -> Named:
+    """Return a named value with other weights in its place, if there are some."""
+    other = weights.get(one.tensor) if isinstance(one.tensor, nn.Parameter) else None
+    return one if other is None else dataclasses.replace(one, value=other, tensor=other)
 
 
 def first_names(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, str]:

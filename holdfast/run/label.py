@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import re
 import sys
@@ -20,8 +22,7 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.probe import probe_passes, probe_update
 from holdfast.engine.profile.sight import origin
 from holdfast.engine.update import Update
-from holdfast.log.log import LogSettings
-from holdfast.run.describe import describe, modules_of, optimizer_settings, settings_text, shortened
+from holdfast.run.describe import describe, digest, modules_of, optimizer_settings, settings_text, shortened
 from holdfast.run.settings import Settings
 from holdfast.run.sources import code_of_modules, code_of_the_script
 
@@ -49,12 +50,14 @@ def make_label(settings: Settings, engine: Engine) -> Label:
 
 def make_shape(settings: Settings) -> Label:
     """Return the settings that may differ from run to run, but not from worker to worker."""
-    log = LogSettings.of(settings.log)
+    log = settings.log
     return {
-        "tolerate": str(settings.tolerate),
+        "tolerate": str(settings.placement.tolerate),
         "stages": str(describe(settings.stages)),
         "memory": str(settings.placement.memory_bytes),
         "update": settings.numerics.update,
+        "check_every": str(settings.numerics.check_every),
+        "state": ", ".join(settings.state) or "None",
         "log": "None" if log is None else settings_text(log, ["folder"]),  # each machine may have a folder of its own
         "sync": "every-step" if settings.policy is None else settings_text(settings.policy),
     }
@@ -76,7 +79,16 @@ def _without_addresses(text: str) -> str:
 
 def _functions(settings: Settings, update: Update) -> Label:
     """Return the functions that a user gives, and the rates of the schedule."""
-    given = {"the loss": settings.loss, "collate": settings.collate, "the schedule": settings.schedule}
+    given: dict[str, Any] = {
+        "the loss": settings.loss,
+        "collate": settings.data.collate,
+        "the schedule": settings.schedule,
+    }
+    given |= {} if settings.weight is None else {"the weight": settings.weight}
+    stream = settings.data.stream
+    if stream is not None:  # folders may differ from machine to machine; another order of files must not
+        names = [os.path.basename(stream.name(shard)) for shard in range(stream.count)]
+        given |= {"the stream": stream.source, "the names of the shards": f"{len(names)}, {digest(json.dumps(names))}"}
     label = {name: shortened(str(describe(function))) for name, function in given.items()}
     if update.scheduler is not None:
         label["the scheduler"] = shortened(settings_text(update.scheduler, ["optimizer"]))

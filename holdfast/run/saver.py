@@ -12,19 +12,22 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from holdfast.checkpoint import index, series
 from holdfast.checkpoint.background import Work
 from holdfast.checkpoint.lease import Superseded, Taken
-from holdfast.checkpoint.safetensors_writer import StagedImage
-from holdfast.checkpoint.saving import Save, WriteReport
+from holdfast.checkpoint.places import Remote
+from holdfast.checkpoint.safetensors_writer import StagedImages
+from holdfast.checkpoint.save_texts import WriteReport
+from holdfast.checkpoint.saving import Save
 from holdfast.cluster import faults, lifeline
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation
-from holdfast.cluster.texts import Texts
+from holdfast.cluster.texts import Everybody, Texts
 from holdfast.commit.cohort import Cohort
 from holdfast.commit.operation import Kind, Operation
 from holdfast.engine.state import State
@@ -33,6 +36,7 @@ from holdfast.log.log import Log
 from holdfast.plan import save_interval
 from holdfast.recovery.fence import claim_of
 from holdfast.recovery.resume import Checkpoints, Resumer
+from holdfast.run.mirror import Mirror
 from holdfast.run.reports import collect, post
 
 PATIENCE_SECONDS = 10.0  # training waits so long for the last checkpoint to be written, then skips the new one
@@ -57,19 +61,45 @@ class Saver(Resumer):
         self._taken: list[int] = []  # steps of checkpoints that may be durable by now; older records can go then
         self.costs = save_interval.SaveCosts()
         self._born = time.monotonic()
-        self._staged = StagedImage()
+        self._staged = StagedImages()
         self._members: list[str] = []  # the workers that write the staged snapshot
         self._save: Save | None = None
         self._works: list[Work] = []
         self._written = threading.Event()  # this worker has written its share of the last checkpoint
         self._written.set()
         self._everywhere = threading.Event()  # every worker has written its share of it, or never will
+        self._parted = threading.Event()  # this worker leaves, or is sent away: it hears of nobody's death any more
         self._tried: int | None = None  # the step of the last checkpoint that this worker has taken part in
         self.failure = ""  # why this worker could not do its part of the last checkpoint that failed
+        self._mirror = self._make_mirror()
 
-    def enter(self, generation: Generation, worker: str) -> None:
-        """Hold the lease of the folder in the name of a new generation, if this worker is its first."""
-        self.fence.enter(claim_of(generation, worker), first=generation.rank_of(worker) == 0)
+    def _make_mirror(self) -> Mirror | None:
+        settings, store = self.settings, self.settings.store
+        if store is None or self.store_fence is None:
+            return None
+        places = Path(settings.root), store
+        return Mirror(*places, self.store_fence, self._events, keep=settings.keep, keep_every=settings.keep_every)
+
+    def enter(self, generation: Generation, worker: str, *, leads: bool = True) -> None:
+        """Hold the lease of the folder in the name of a new generation, if this worker is its first.
+
+        ``leads``: whether this process speaks for it, and is not a further rank of a team.
+        """
+        claim, first = claim_of(generation, worker), leads and generation.rank_of(worker) == 0
+        for fence in filter(None, (self.fence, self.store_fence)):
+            fence.enter(claim, first=first)
+
+    def dismiss(self) -> None:
+        """Note that this worker leaves as it was asked to, and the run goes on without it."""
+        for fence in filter(None, (self.fence, self.store_fence)):
+            fence.dismiss()
+
+    def release(self) -> None:
+        """Give the leases back, if this worker has them, when the newest checkpoint is in the store, too."""
+        if self._mirror is not None:
+            self._mirror.finish(LONGEST_SECONDS)
+        for fence in filter(None, (self.fence, self.store_fence)):
+            fence.release()
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -114,6 +144,8 @@ class Saver(Resumer):
         """
         if self._log is None:
             return
+        if isinstance(self.settings.root, Remote) and any(not work.done for work in self._works):
+            return  # a look is a request there, and training waits for it
         for step in reversed(self._taken):
             if index.exists(series.folder_of(self.settings.root, step)):
                 self._log.drop(step)
@@ -144,7 +176,7 @@ class Saver(Resumer):
         saved = self._state.progress.saved
         if saved is None:
             return False
-        folder = series.folder_of(self.settings.root, saved)
+        folder = self.folder_of(saved)
         try:
             # A run that went back to an older checkpoint may have found a damaged one of this step.
             return index.exists(folder) and (
@@ -166,15 +198,18 @@ class Saver(Resumer):
         Only the first worker returns a number: the vote adds up all values. Raises ``Broken``.
         """
         begin = time.monotonic()
+        failed = False
         try:
             self._snapshot(group, step)
         except Broken:
             raise
         except Exception as e:
             self._complain(step, e)
+            failed = True
+        if any(group.team.exchange("the end of a snapshot", failed)):
             return SKIP
         self.costs.save(stall=time.monotonic() - begin)
-        return min(self._steps_to_next(), self._longest or math.inf) if group.rank == 0 else 0.0
+        return min(self._steps_to_next(), self._longest or math.inf) if group.is_first else 0.0
 
     def apply(self, cohort: Cohort, step: int, steps: float) -> None:
         """Begin to write the snapshot, and note when the next one is due. ``steps``: the sum of all values."""
@@ -190,12 +225,17 @@ class Saver(Resumer):
     def _snapshot(self, group: Group, step: int) -> None:
         """Copy this worker's share of the state to the staging area. Raises ``CheckpointError`` if it is in use."""
         self.failure, self._tried = "", step
-        if not self.flush(PATIENCE_SECONDS):
+        if not all(group.team.exchange("the begin of a snapshot", self.flush(PATIENCE_SECONDS))):
             raise CheckpointError("the last one is still being written", hint="a slow disk? save less often")
-        ranks = Texts(group, self._state.model.device)
-        self._save = Save(series.folder_of(self.settings.root.absolute(), step), self._state.tree(), ranks)
-        self._staged.take(self._save.image)
-        self._members = group.generation.workers
+        ranks = Everybody(group, self._state.model.device)
+        if ranks.rank == 0 and self._save is not None and self._save.is_first_with_frozen:
+            for work in self._works:  # else frozen weights would be written twice: only a committed index tells of them
+                work.join(PATIENCE_SECONDS)
+        place, only = series.folder_of(self.settings.root.absolute(), step), self.settings.trainable_only
+        self._save = Save(place, self._state.tree(), ranks, trainable_only=only)
+        self._save.details["rows"] = [*self._state.progress.rows]  # of the first worker, which writes the index
+        self._staged.take(self._save.images)
+        self._members = ranks.workers
         faults.point("snapshot")
 
     def _start(self, cohort: Cohort, step: int) -> None:
@@ -234,14 +274,15 @@ class Saver(Resumer):
             try:
                 if save.ranks.rank == 0:
                     self.fence.check()  # it removes what killed saves have left for this step
-                post(save, save.write(self._staged.fill, _Progress(save, step, cohort), threads=2))
+                post(save, save.write(self._staged.fills, _Progress(save, step, cohort), threads=2))
             except BaseException:
                 post(save, None)  # so that the first worker does not wait for this share
                 raise
             finally:
                 written.set()
             if save.ranks.rank == 0:
-                self._commit(save, step, collect(save, members, alive=lambda: cohort.workers, everywhere=everywhere))
+                signs = {"everywhere": everywhere, "parted": self._parted}
+                self._commit(save, step, collect(save, members, alive=lambda: cohort.workers, **signs))
         except Exception as e:
             self._complain(step, e)
 
@@ -252,7 +293,9 @@ class Saver(Resumer):
         save.details |= {"run": note.claim.run, "epoch": note.claim.epoch, "term": note.term}
         save.details["seconds"] = self._seconds()
         save.commit(reports, guard=self.fence.check)
-        self._events.write("checkpoint", step=step, bytes=sum(report.written.bytes for report in reports))
+        self._events.write("checkpoint", step=step, bytes=sum(report.bytes for report in reports))
+        if self._mirror is not None:
+            self._mirror.offer(step)
         try:
             self._retire(step)
         except (HoldfastError, OSError) as e:  # also if the lease was lost while the index got its name
@@ -265,11 +308,15 @@ class Saver(Resumer):
         """
         root, settings = self.settings.root, self.settings
         steps = [step for step in series.steps_in(root) if step <= newest]
+        held = frozenset() if self._mirror is None else self._mirror.held
         for old in series.to_delete(steps, keep=settings.keep, keep_every=settings.keep_every):
+            if old in held:
+                continue
             self.fence.check()
             series.delete(root, old)
         self.fence.check()
         series.clean(root, before=newest, idle=LITTER_SECONDS)
+        series.clean_shared(root, guard=self.fence.check)
 
     def _complain(self, step: int, error: Exception) -> None:
         """Report that a checkpoint failed. Training goes on without it."""
@@ -288,6 +335,7 @@ class Saver(Resumer):
 
     def leave(self) -> None:
         """Wait until this worker writes nothing more, at most ``LONGEST_SECONDS`` for each file."""
+        self._parted.set()
         if self.flush(LONGEST_SECONDS):
             for work in self._works:
                 work.join(LONGEST_SECONDS)
@@ -297,7 +345,7 @@ class _Progress:
     """Counts the bytes that this worker has written of a checkpoint. If all leave, its agent shows it."""
 
     def __init__(self, save: Save, step: int, cohort: Cohort) -> None:
-        self._size, self._step, self._cohort = save.image.size, step, cohort
+        self._size, self._step, self._cohort = save.size, step, cohort
         self._done, self._told = 0, 0.0
         self(0)
 

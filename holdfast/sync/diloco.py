@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from holdfast.checks import between, whole
+from holdfast.checks import between, by_name, whole
 from holdfast.sync.periodic import Periodic
 from holdfast.sync.policy import Context, Policy
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Policy):
     """Policy that makes an outer optimizer step every ``every`` steps.

@@ -23,6 +23,8 @@ class Meeting:
     """
 
     kind: Literal["sync"] = "sync"
+    asked = ""
+    shares = None
 
     def __init__(self, driver: Driver, owner: Owner, *, full: bool) -> None:
         self.step = driver.step
@@ -77,6 +79,8 @@ class GradientAverage:
     """
 
     kind: Literal["sync"] = "sync"
+    asked = ""
+    shares = None
 
     def __init__(self, driver: Driver, owner: Owner) -> None:
         self.step = driver.step

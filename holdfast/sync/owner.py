@@ -19,6 +19,14 @@ class SyncOperation(Protocol):
     def step(self) -> int:
         """Number of steps that the replicas have made before it."""
 
+    @property
+    def asked(self) -> str:
+        """Nothing more: all are asked for the same."""
+
+    @property
+    def shares(self) -> None:
+        """Its values are few."""
+
     def attempt(self, group: Peers) -> list[float]:
         """Exchange, and change nothing that lasts. Return values that are to be added up over all replicas."""
 

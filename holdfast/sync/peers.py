@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.cluster import tags
-from holdfast.cluster.group import Transfer
-from holdfast.cluster.waiter import GRACE, LONGEST, wait_for
+from holdfast.cluster.talk import Transfer
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.sync.waiter import GRACE, LONGEST, wait_for
 
 # Tags of messages. Those of one tag arrive in the order in which they were sent.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.checks import between, whole
+from holdfast.checks import between, by_name, whole
 from holdfast.errors import UsageError
 from holdfast.rng import seed_of
 from holdfast.sync.policy import Context, Decision, Policy
@@ -44,6 +44,7 @@ class Periodic:
         self._last = round(last)
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Policy):
     """Policy that averages parameters every ``every`` steps. With ``warmup`` it is post-local SGD.
@@ -66,6 +67,7 @@ class LocalSGD(Policy):
         return Periodic(self.every, warmup=self.warmup)
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Policy):
     """Policy that averages the parameters of a random ``fraction`` of the replicas, and gives the mean to all.

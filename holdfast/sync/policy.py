@@ -147,11 +147,28 @@ class Policy(ABC):
         return around(self, model, optimizer, group=group, seed=seed, steps_per_epoch=steps_per_epoch)
 
 
+def refuse_ddp(model: nn.Module) -> None:
+    """Raise ``UsageError`` for a model, or a part of one, that averages its gradients by itself.
+
+    A worker that is lost would leave the others waiting in a group that holdfast does not know.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            what = f"layer '{name}'" if name else "the model"
+            raise UsageError(
+                f"{what} is wrapped in DistributedDataParallel, which averages gradients by itself",
+                hint="give what it wraps: model.module",
+            )
+
+
 def refuse_talking_layers(model: nn.Module) -> None:
-    """Raise ``UsageError`` for layers that exchange in every forward pass: replicas train apart here."""
+    """Raise ``UsageError`` for layers that exchange in every forward pass.
+
+    Replicas that train apart do not meet there, and in exact mode the result would depend on who computes what.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
                 f"layer '{name}': SyncBatchNorm exchanges in every forward pass",
-                hint="use BatchNorm (its statistics are averaged when replicas synchronise), or GroupNorm",
+                hint="use BatchNorm (its statistics are those of each micro-batch), or GroupNorm",
             )

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
 
+from holdfast.cluster import tags
 from holdfast.cluster.events import Events
 from holdfast.cluster.group import Group, alone, aside
 from holdfast.cluster.membership import Generation
@@ -24,10 +26,11 @@ from holdfast.commit.cohort import Cohort
 from holdfast.commit.operation import Begin, refuse_to_differ
 from holdfast.commit.settle import Settlement, account_of
 from holdfast.data.order import BatchedOrder, Batches, Share
+from holdfast.engine.attempt import Attempt
 from holdfast.engine.engine import Engine
 from holdfast.engine.progress import Progress
 from holdfast.engine.state import State
-from holdfast.engine.step import TrainingStep
+from holdfast.engine.step import PreparedStep
 from holdfast.errors import Broken
 from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.tree import tree_sum
@@ -41,11 +44,11 @@ from holdfast.sync.report import Report, Totals
 from holdfast.sync.ssp import heirs
 
 
-class StepTogether(TrainingStep):
+class StepTogether(PreparedStep):
     """A step that all replicas of a run make together: they are equal after it."""
 
-    def __init__(self, training: RunTraining, engine: Engine, progress: Progress) -> None:
-        super().__init__(engine, progress)
+    def __init__(self, training: RunTraining, engine: Engine, progress: Progress, attempt: Attempt | None) -> None:
+        super().__init__(engine, progress, attempt)
         self._training = training
 
     def apply(self, value: float) -> None:
@@ -117,7 +120,7 @@ class RunTraining:
         told = [2 * self.step + full, mark_of(self._replica.form(full=full)), update.mark() if full else 0]
         marks = torch.tensor(told, dtype=torch.float64, device=self._engine.model.device)
         both = torch.cat([marks, marks**2])
-        cast(Group, peers).sum(both)
+        cast(Group, peers).sum(both, tag=tags.MEET)
         total, forms, groups, squares, form_squares, group_squares = both.tolist()
         refuse_to_differ(total, squares, peers.size)
         refuse_other_forms(forms, form_squares, peers.size)
@@ -191,14 +194,71 @@ class RunTraining:
 
     def next_step(self) -> tuple[float, Report]:
         """Make the next step; return its loss and what became of the policy's decision."""
+        while True:
+            attempt = None
+            try:
+                attempt = self.open()
+                with self.computing():
+                    self._engine.compute(attempt)
+            except Broken:
+                pass  # ``close`` finds it out, outside of the except clause: its frames would keep memory
+            made = self.close(attempt)
+            if made is not None:
+                return made
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context that tells those who look for hung workers that this replica computes a step."""
+        return PULSE.at("step" if self._has_stepped else "operation")
+
+    def open(self) -> Attempt:
+        """Begin an attempt at the next step, once all that is due before it is done. Raises ``Broken``."""
         number = self.step
-        if not self.policy.together(number):
-            return self._step_apart(number)
-        while self._driver.catching_up:
-            self._meet_between()
-        self.compute_together()
+        if self.policy.together(number):
+            while self._driver.catching_up:
+                self._meet_between()
+            self.compute_together()
+            assert self._cohort.group is not None
+            return self._engine.begin(number, self._cohort.group)
+        if not self._cohort.begun:
+            self._cohort.commit(Begin())
+        while self._driver.is_due:
+            self._meet_between()  # others may have come or gone meanwhile: then all meet once more
+        group = self._cohort.group
+        assert group is not None
+        if not self._driver.catching_up:  # else all are about to meet
+            self._cohort.call_if_wished()
+        group.check()
+        return self._engine.begin(number, self._compute_aside(group))
+
+    def close(self, attempt: Attempt | None) -> tuple[float, Report] | None:
+        """Make the step that was computed; return its loss and what became of the policy's decision.
+
+        ``attempt``: None if it could not begin. Returns None if the step is to be computed again.
+        """
+        if self.policy.together(self.step):
+            return self._close_together(attempt)
+        number, report, is_broken = self.step, None, False
+        try:
+            decision = self._try(attempt)
+            self._has_stepped = True
+        except Broken:
+            is_broken, decision = True, None
+        if is_broken:
+            self._engine.drop()
+            self._cohort.rejoin()
+        elif decision is not None:
+            report = self._average_gradients(decision)
+        if self.step == number:
+            return None
+        report = report or self._afterwards()
+        self._count(report)
+        return self._loss, report
+
+    def _close_together(self, attempt: Attempt | None) -> tuple[float, Report] | None:
         before = self._cohort.sent
-        loss = self._cohort.commit(StepTogether(self, self._engine, self._state.progress))
+        loss = self._cohort.try_commit(StepTogether(self, self._engine, self._state.progress, attempt))
+        if loss is None:
+            return None
         report = Report(synchronised=True, reason="all make this step together", sent=self._cohort.sent - before)
         self._driver.count(report)
         return loss, report
@@ -208,60 +268,33 @@ class RunTraining:
         self._driver.made_together()
         self._note_met(self.step, full=True)
 
-    def _step_apart(self, number: int) -> tuple[float, Report]:
-        if not self._cohort.begun:
-            self._cohort.commit(Begin())
-        report = self._update(number) or self._afterwards()
-        self._count(report)
-        return self._loss, report
-
     def _count(self, report: Report, *, step: bool = True) -> None:
         """Count a step apart, or a meeting without one. Meetings are written to the event log."""
         self._driver.count(report, step=step)
         if report.synchronised:
             self._write_event(report)
 
-    def _update(self, number: int) -> Report | None:
-        """Make the step, whatever breaks. Return a report if gradients were averaged for it."""
-        report = None
-        while self.step == number:
-            if self._driver.is_due:
-                self._meet_between()
-                continue  # others may have come or gone: all meet once more
-            try:
-                with PULSE.at("step" if self._has_stepped else "operation"):
-                    decision = self._try(number)
-                self._has_stepped = True
-            except Broken:
-                self._engine.drop()
-                self._cohort.rejoin()
-                continue
-            if decision is not None:
-                report = self._average_gradients(decision)
-        return report
-
     def _meet_between(self) -> None:
         """Meet before a step; then save, and let workers in and out, as others do after their last step."""
         self._count(self._driver.meet(CHANGED), step=False)
         self._between()
 
-    def _try(self, number: int) -> Decision | None:
-        """Compute and update; if gradients are to be averaged first, return that decision instead."""
-        group = self._cohort.group
-        assert group is not None
-        if not self._driver.catching_up:  # else all are about to meet
-            self._cohort.call_if_wished()
-        group.check()
-        self._loss = tree_sum(self._engine.attempt(number, self._compute_aside(group)))
+    def _try(self, attempt: Attempt | None) -> Decision | None:
+        """Sum and update; if gradients are to be averaged first, return that decision instead. Raises ``Broken``."""
+        assert self._cohort.group is not None
+        self._cohort.group.check()
+        if attempt is None:
+            raise Broken("the step broke before its commit")
+        self._loss = tree_sum(self._engine.finish(attempt))
         decision = self._driver.before_update()
         if decision is not None and decision.synchronise:
             return decision
-        self._apply(number)
+        self._apply(self.step)
         return None
 
     def _apply(self, number: int) -> None:
         self._engine.apply(number)
-        self._state.progress.step = number + 1
+        self._state.progress.made(self._loss, self._engine.facts)
 
     def _average_gradients(self, decision: Decision) -> Report | None:
         report = self._driver.average_gradients(decision)

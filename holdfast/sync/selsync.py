@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from holdfast.checks import between, one_of, whole
+from holdfast.checks import between, by_name, one_of, whole
 from holdfast.errors import UsageError
 from holdfast.sync.gradient_change import SMOOTHING, GradientChange
 from holdfast.sync.policy import Context, Decision, Policy
@@ -17,6 +17,7 @@ from holdfast.sync.replica_variance import ReplicaVariance
 from holdfast.sync.threshold import Threshold
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class SelSync(Policy):
     """Policy that synchronises when a signal reaches a threshold: ``delta``, or one that finds itself for a ``target``.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checks import whole
+from holdfast.checks import by_name, whole
 from holdfast.cluster import tags
 from holdfast.cluster.pulse import PULSE
 from holdfast.errors import UsageError
@@ -27,6 +27,7 @@ from holdfast.sync.policy import Context, Decision, Policy
 Buffers = list[torch.Tensor]
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class SSP(Policy):
     """Policy that pushes each update to all replicas; one that is more than ``staleness`` steps ahead waits.

@@ -285,14 +285,8 @@ def test_one_bit_anywhere_changes_it(what: str) -> None:
 def test_copies_that_differ_are_no_hash_but_an_error() -> None:
     states = [keep(whole(), layers) for layers in PARTS[3].layers]
     states[2].model.layers[4].linear.weight.detach()[0, 0] += 1
-    with pytest.raises(HoldfastError, match=r"workers have different copies of model/4.linear.weight"):
+    with pytest.raises(HoldfastError, match=r"disagree on 4\.linear\.weight: 0\.2 has another value than 0\.\d"):
         hashes(states)
-
-
-def test_running_statistics_may_differ_where_numerics_are_fast() -> None:
-    states = [keep(whole(exact=False), layers) for layers in PARTS[3].layers]
-    states[2].model.layers[4].scale += 1
-    assert len(set(hashes(states))) == 1
 
 
 def test_a_layer_that_nobody_holds_is_named() -> None:

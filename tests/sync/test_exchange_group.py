@@ -11,31 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.cluster.group import Group, form
+from holdfast.cluster.group import Group
+from holdfast.cluster.links.hub import Hub
+from holdfast.cluster.links.member_links import LinkSettings
 from holdfast.cluster.membership import Generation, Member
 from holdfast.errors import Broken
 from holdfast.sync.exchange import Averaging, Ballots
 from tests.sync.processes import on_processes
 
 
-class Rendezvous:
-    """The store in which members find each other: that of the test's own process group."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self._store: Any = dist.distributed_c10d._get_default_store()
-
-    def put(self, key: str, value: bytes) -> None:
-        self._store.set(f"meeting {key}", value)
-
-    def take(self, key: str) -> bytes:
-        return bytes(self._store.get(f"meeting {key}"))
-
-
 def group_of(rank: int, size: int) -> Group:
-    members = tuple(Member(worker=str(number), address="127.0.0.1") for number in range(size))
-    return form(Generation(number=1, members=members), str(rank), Rendezvous(), torch.device("cpu"))
+    """The group of this process with the others, who find each other by the store of the test's own process group."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    hub = Hub("127.0.0.1", LinkSettings(token="a token of sixteen characters", heartbeat=5.0))
+    store.set(f"port of {rank}", str(hub.port))
+    ports = [int(store.get(f"port of {other}")) for other in range(size)]
+    members = tuple(Member(worker=str(n), address="127.0.0.1", port=port) for n, port in enumerate(ports))
+    generation = Generation(number=1, members=members)
+    return Group(generation, rank, hub.links(generation, str(rank)))
 
 
 def values(rank: int, size: int) -> torch.Tensor:

@@ -39,7 +39,8 @@ class HeldLesson(Lesson):
         )
 
     def train(self, steps: int) -> list[str]:
-        losses = [bits(step.loss) for step in self._run.steps(self._run.step + steps)]
+        done = 0 if self._run.last is None else self._run.last.number + 1  # those before the restart, too
+        losses = [bits(step.loss) for step in self._run.steps(done + steps)]
         self._run.leave()  # what it saves in the background is there now
         return losses
 

@@ -1,0 +1,1 @@
+"""The journal of a run: a row of facts and logged values for each committed step, and the places they go to."""
