@@ -1,0 +1,1 @@
+"""Integrations: trainers that people use, each with its own library, which only it imports."""

@@ -1,0 +1,136 @@
+"""The crew of a run: which agents Ray is to start, and when to give up. A state machine without Ray or a clock.
+
+Ray keeps an actor that does not fit waiting until it does, and its autoscaler takes that for demand. So the crew asks
+for the maximum at once, and for another one in place of each that is lost or told to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.words import count
+
+REPLACE_SECONDS = 0.5  # after a loss: the survivors that recover may need the cores
+TRIES = 5  # agents in a row that end within SHORT_SECONDS: another one would not fare better
+SHORT_SECONDS = 5.0
+NO_DEADLINE_SECONDS = 30.0  # of grace on a node that Ray drains without a deadline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Order: have Ray start an agent."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Order: tell an agent that its machine goes in so many seconds."""
+
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp:
+    """Order: end the run."""
+
+    text: str
+
+
+Order = Start | Leave | GiveUp
+
+
+@dataclass(kw_only=True)
+class Seat:
+    """An agent that Ray was asked for."""
+
+    node: str = ""  # empty until Ray has placed it
+    since: float = 0.0  # when it was placed
+    leaving: bool = False
+
+
+@dataclass(kw_only=True)
+class Crew:
+    """Keeps ``maximum`` agents asked for, and gives up after ``patience`` seconds with fewer than ``minimum`` of them.
+
+    ``needs`` says in words what each of them needs. Times are in seconds, of any clock.
+
+    >>> crew = Crew(minimum=1, maximum=2, patience=60.0, needs="1 CPU")
+    >>> crew.orders(now=0.0)
+    [Start(number=0), Start(number=1)]
+    >>> crew.placed(0, node="a", now=1.0)
+    >>> crew.lost(0, cause="its node has died", now=9.0)
+    >>> crew.orders(now=9.1), crew.orders(now=9.6)
+    ([], [Start(number=2)])
+    """
+
+    minimum: int
+    maximum: int
+    patience: float
+    needs: str
+    seats: dict[int, Seat] = field(default_factory=dict)
+    has: str = ""  # what the cluster has, in words
+    finishing: bool = False  # the training is over: nobody is started any more
+    _next: int = 0
+    _not_before: float = 0.0
+    _few_since: float | None = None
+    _short: int = 0
+    _cause: str = ""
+
+    @property
+    def present(self) -> int:
+        """Number of agents that Ray has placed."""
+        return sum(bool(seat.node) for seat in self.seats.values())
+
+    def placed(self, number: int, *, node: str, now: float) -> None:
+        """Take in where Ray has placed an agent."""
+        self.seats[number].node, self.seats[number].since = node, now
+
+    def ended(self, number: int) -> None:
+        """Take in that an agent has ended as it should: it has left, or the training is over."""
+        if not self.seats.pop(number).leaving:
+            self.finishing = True
+
+    def lost(self, number: int, *, cause: str, now: float) -> None:
+        """Take in that an agent has ended otherwise."""
+        seat = self.seats.pop(number)
+        brief = not seat.leaving and (not seat.node or now - seat.since < SHORT_SECONDS)
+        self._short = self._short + 1 if brief else 0
+        self._cause, self._not_before = cause, now + REPLACE_SECONDS
+
+    def orders(self, now: float, draining: Mapping[str, float] | None = None) -> list[Order]:
+        """Return what is to be done now. ``draining``: nodes that will be taken away, and in how many seconds.
+
+        0 seconds: Ray does not know.
+        """
+        if self.finishing:
+            return []
+        if (reason := self._hopeless(now)) is not None:
+            return [GiveUp(text=reason)]
+        orders: list[Order] = []
+        gone = draining or {}
+        for number, seat in self.seats.items():
+            if seat.node in gone and not seat.leaving:
+                seat.leaving = True
+                orders.append(Leave(number=number, seconds=gone[seat.node] or NO_DEADLINE_SECONDS))
+        if now >= self._not_before:
+            for _ in range(self.maximum - sum(not seat.leaving for seat in self.seats.values())):
+                self.seats[self._next] = Seat()
+                orders.append(Start(number=self._next))
+                self._next += 1
+        return orders
+
+    def _hopeless(self, now: float) -> str | None:
+        """Return why the run cannot go on; None if it can."""
+        if self._short >= TRIES:
+            return f"{TRIES} workers in a row ended as soon as they were started: {self._cause}"
+        if self.present >= self.minimum:
+            self._few_since = None
+            return None
+        self._few_since = now if self._few_since is None else self._few_since
+        if now - self._few_since <= self.patience:
+            return None
+        here = f"Ray has placed {self.present} of at least {count(self.minimum, 'worker')} in {self.patience:g} s"
+        return f"{here}: each needs {self.needs}, and the cluster has {self.has or 'nothing'}"
