@@ -1,8 +1,8 @@
 """Holdfast keeps PyTorch training going while the machines under it come and go.
 
-The public names are few: ``Run``, ``Step``, the settings that a run takes in groups, ``layers_of``, ``tied``, the
-policies of when replicas talk, and the errors. They are imported on first use, so that ``holdfast --help`` and the
-agent do not pay for importing torch.
+The public names are few: ``Run``, ``Loop``, their steps, the settings that they take in groups, ``layers_of``,
+``tied``, the policies of when replicas talk, and the errors. They are imported on first use, so that
+``holdfast --help`` and the agent do not pay for importing torch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import HoldfastError, LossNotFinite, UsageError
+from holdfast.errors import (
+    CheckpointError,
+    Drift,
+    HoldfastError,
+    LossNotFinite,
+    NoCheckpoint,
+    TooFewWorkers,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from holdfast.data.source import Data
+    from holdfast.data.stream import Stream
     from holdfast.engine.layers_of import layers_of
     from holdfast.engine.numerics import Numerics
     from holdfast.engine.tied_weights import tied
     from holdfast.log.log import LogSettings
     from holdfast.plan.placement import Placement
     from holdfast.recovery.resume import Checkpoints
+    from holdfast.run.loop import Loop
+    from holdfast.run.loop_step import LoopStep
     from holdfast.run.run import Run, Step
     from holdfast.sync.diloco import DiLoCo
     from holdfast.sync.periodic import FedAvg, LocalSGD
@@ -29,19 +40,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "SSP",
+    "CheckpointError",
     "Checkpoints",
     "Data",
     "DiLoCo",
+    "Drift",
     "FedAvg",
     "HoldfastError",
     "LocalSGD",
     "LogSettings",
+    "Loop",
+    "LoopStep",
     "LossNotFinite",
+    "NoCheckpoint",
     "Numerics",
     "Placement",
     "Run",
     "SelSync",
     "Step",
+    "Stream",
+    "TooFewWorkers",
     "UsageError",
     "layers_of",
     "tied",
@@ -54,12 +72,15 @@ _HOMES = {
     "FedAvg": "holdfast.sync.periodic",
     "LocalSGD": "holdfast.sync.periodic",
     "LogSettings": "holdfast.log.log",
+    "Loop": "holdfast.run.loop",
+    "LoopStep": "holdfast.run.loop_step",
     "Numerics": "holdfast.engine.numerics",
     "Placement": "holdfast.plan.placement",
     "SSP": "holdfast.sync.ssp",
     "SelSync": "holdfast.sync.selsync",
     "Run": "holdfast.run.run",
     "Step": "holdfast.run.run",
+    "Stream": "holdfast.data.stream",
     "layers_of": "holdfast.engine.layers_of",
     "tied": "holdfast.engine.tied_weights",
 }

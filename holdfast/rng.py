@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,22 @@ def seed_everything(seed: int, device: torch.device) -> None:
     seed_torch(seed, device)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+Generators = tuple[Any, Any, Any]  # the states of Python's, NumPy's and torch's generators
+
+
+def generators() -> Generators:
+    """Return the states of the generators that data sets draw from, for ``set_generators``."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_generators(states: Generators) -> None:
+    """Let Python's, NumPy's and torch's generators go on where they were."""
+    python, numpy, tensors = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(tensors)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import groupby
 
@@ -13,11 +13,11 @@ from holdfast.errors import UsageError
 def size_text(size: float) -> str:
     """Return a number of bytes with its unit.
 
-    >>> size_text(12), size_text(1_240_000_000)
-    ('12 B', '1.24 GB')
+    >>> size_text(12), size_text(1_240_000_000), size_text(999_900)
+    ('12 B', '1.24 GB', '1 MB')
     """
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
+        if size < 999.5 or unit == "TB":  # 999.5 would be shown as 1e+03
             break
         size /= 1000
     return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
@@ -87,6 +87,16 @@ def count(number: int, noun: str) -> str:
     """
     many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("h") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else many}"
+
+
+def some_of(names: Sequence[str], most: int = 16) -> str:
+    """Return names as a text that does not grow with their number: of many only the first ones, and how many more.
+
+    >>> some_of(["0.0", "0.1"]), some_of(["0.0", "0.1", "0.2", "0.3"], most=2)
+    ('0.0, 0.1', '0.0, 0.1 and 2 more')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def ranges_text(numbers: Iterable[int], last: str = ", ") -> str:

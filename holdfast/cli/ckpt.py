@@ -12,12 +12,15 @@ import typer
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.pieces import Catalogue
+    from holdfast.checkpoint.places import Place
 
 app = typer.Typer(
     help="Look at checkpoints of any format, check, compare and convert them. Exit code 4: a bad checkpoint.",
     no_args_is_help=True,
 )
-Where = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run's folder: then its newest one.")]
+Where = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint, or a run's folder: then its newest one. Also s3://…")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 All = Annotated[bool, typer.Option("--all", help="Show every row of long tables.")]
 Format = Annotated[str | None, typer.Option(metavar="NAME", help="Take it for this format, instead of looking.")]
@@ -29,19 +32,25 @@ Sections = Annotated[
 ]
 
 
-def _open(path: Path, format: str | None = None, rules: Path | None = None) -> Catalogue:
+def _open(path: Place, format: str | None = None, rules: Path | None = None) -> Catalogue:
     from holdfast.checkpoint.formats import open_checkpoint
     from holdfast.checkpoint.rules import Rules
 
     return open_checkpoint(path, format=format, rules=None if rules is None else Rules.from_yaml(rules))
 
 
-def _shown(path: Path, catalogue: Catalogue) -> Path:
+def _place(text: str) -> Place:
+    from holdfast.checkpoint.places import place_of
+
+    return place_of(text)
+
+
+def _shown(path: Place, catalogue: Catalogue) -> Place:
     """The checkpoint that was meant, as the path was given: of a run's folder, its newest one."""
     here, root = path.absolute(), catalogue.root.absolute()
     if not path.is_dir():
         return path
-    return path / root.relative_to(here) if root.is_relative_to(here) else catalogue.root
+    return path / str(root.relative_to(here)) if root.is_relative_to(here) else catalogue.root
 
 
 def _print_json(outcome: Mapping[str, Any]) -> None:
@@ -50,7 +59,7 @@ def _print_json(outcome: Mapping[str, Any]) -> None:
 
 @app.command()
 def ls(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run's folder, or any other.")] = Path(),
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A run's folder, or any other.")] = ".",
     everything: All = False,
     as_json: Json = False,
 ) -> None:
@@ -59,10 +68,11 @@ def ls(
     from holdfast.cli.ckpt_tables import show_list
     from holdfast.screen import Screen
 
-    found = find(path)
-    show_list(Screen(aside=as_json, everything=everything), path, found)
+    place = _place(path)
+    found = find(place)
+    show_list(Screen(aside=as_json, everything=everything), place, found)
     if as_json:
-        _print_json({"path": str(path), "checkpoints": [one.to_json() for one in found]})
+        _print_json({"path": str(place), "checkpoints": [one.to_json() for one in found]})
 
 
 @app.command()
@@ -81,8 +91,9 @@ def inspect(
     from holdfast.cli.ckpt_tables import show_checkpoint
     from holdfast.screen import Screen
 
-    catalogue = _open(path, format, rules)
-    where = _shown(path, catalogue)
+    place = _place(path)
+    catalogue = _open(place, format, rules)
+    where = _shown(place, catalogue)
     show_checkpoint(Screen(aside=as_json, everything=everything), catalogue, where, tensors)
     if as_json:
         _print_json(to_json(catalogue, where, matching(catalogue, tensors)))
@@ -103,8 +114,9 @@ def verify(
     from holdfast.cli.ckpt_tables import show_verdict
     from holdfast.screen import Screen
 
-    catalogue = open_to_verify(path, lambda: _open(path, format, rules))
-    where = _shown(path, catalogue)
+    place = _place(path)
+    catalogue = open_to_verify(place, lambda: _open(place, format, rules))
+    where = _shown(place, catalogue)
     begin = time.monotonic()
     with bar(f"checking {where}", work_of(catalogue)) as progress:
         verdict = check(catalogue, progress=progress)
@@ -117,8 +129,8 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     tolerance: Annotated[
         float | None,
         typer.Option(min=0.0, help="Elements that differ by at most this are equal, under any dtype."),
@@ -144,11 +156,12 @@ def diff(
     from holdfast.screen import Screen
 
     renames = [parse_rename(text) for text in rename or ()]
-    left, right = _open(a, rules=rules_a), _open(b, rules=rules_b)
+    one, other = _place(a), _place(b)
+    left, right = _open(one, rules=rules_a), _open(other, rules=rules_b)
     comparison = Comparison(left, right, sections=section or (), renames=renames, tolerance=tolerance)
     with bar("comparing", comparison.bytes) as progress:
         difference = comparison.run(progress=progress)
-    shown = _shown(a, left), _shown(b, right)
+    shown = _shown(one, left), _shown(other, right)
     show_difference(Screen(aside=as_json, everything=everything), *shown, difference)
     if as_json:
         _print_json({"a": str(shown[0]), "b": str(shown[1]), **difference.to_json()})
@@ -157,8 +170,8 @@ def diff(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder; for torch, a new file.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder; for torch, a new file.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="holdfast, hf, dcp, torch or deepspeed-universal.")],
     rules: RulesFile = None,
     format: Format = None,
@@ -179,24 +192,25 @@ def convert(
     from holdfast.words import count, size_text
 
     screen = Screen(aside=as_json)
-    catalogue = _open(source, format, rules)
-    where = _shown(source, catalogue)
+    start, end = _place(source), _place(destination)
+    catalogue = _open(start, format, rules)
+    where = _shown(start, catalogue)
     catalogue = work.select(catalogue, section) if section else catalogue
     catalogue = work.cast(catalogue, dtype) if dtype else catalogue
     lost = work.left_behind(catalogue, to)
-    work.check_destination(destination, where, overwrite=overwrite)
+    work.check_destination(end, where, overwrite=overwrite)
     for sentence in catalogue.details.get("left_out", ()):
         screen.say(f"not read: {sentence}", style="yellow")
     if lost:
         screen.say(f"left out, as {to} cannot hold it: {', '.join(lost)}", style="yellow")
     size = sum(entry.nbytes for entry in work.written(catalogue, to).values())
     begin = time.monotonic()
-    with bar(f"writing {destination}", size) as progress:
-        work.convert(catalogue, destination, to, overwrite=overwrite, progress=progress)
+    with bar(f"writing {end}", size) as progress:
+        work.convert(catalogue, end, to, overwrite=overwrite, progress=progress)
     seconds = time.monotonic() - begin
     number = len(work.written(catalogue, to))
-    text = f"{destination}: {count(number, 'tensor')}, {size_text(size)}"
+    text = f"{end}: {count(number, 'tensor')}, {size_text(size)}"
     screen.say(f"{text}, from {catalogue.format} to {to} in {seconds:.1f} s", style="bold green")
     if as_json:
-        outcome = {"source": str(where), "from": catalogue.format, "destination": str(destination), "to": to}
+        outcome = {"source": str(where), "from": catalogue.format, "destination": str(end), "to": to}
         _print_json({**outcome, "tensors": number, "bytes": size, "left_out": lost, "seconds": round(seconds, 3)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from holdfast import codec
@@ -13,6 +12,7 @@ from holdfast.checkpoint.diff import CheckpointDiff, Row
 from holdfast.checkpoint.inspection import groups_by_section, matching, values_of
 from holdfast.checkpoint.listing import COMPLETE, UNFINISHED, Found
 from holdfast.checkpoint.pieces import Catalogue, Ref, TensorEntry
+from holdfast.checkpoint.places import Place
 from holdfast.checkpoint.trees import box_text, bytes_of, marks_of, shape_text, some, step_of
 from holdfast.checkpoint.verify import Damage, VerifyResult
 from holdfast.screen import ROWS, Screen
@@ -21,7 +21,7 @@ from holdfast.words import count, ranges_text, size_text, time_text
 # --- ls -------------------------------------------------------------------------------------------
 
 
-def show_list(screen: Screen, root: Path, found: Sequence[Found]) -> None:
+def show_list(screen: Screen, root: Place, found: Sequence[Found]) -> None:
     """Shows the checkpoints below ``root``, one in a row, and the full reason for each that is damaged."""
     if not found:
         screen.say(f"there is no checkpoint in {root}")
@@ -32,6 +32,7 @@ def show_list(screen: Screen, root: Path, found: Sequence[Found]) -> None:
             "" if one.step is None else str(one.step),
             one.format,
             size_text(one.bytes) if one.bytes else "",
+            size_text(one.shared) if one.shared else "",
             f"{one.tensors:,}" if one.tensors else "",
             str(one.files or ""),
             time_text(one.saved, short=screen.console.width < 90),
@@ -39,7 +40,9 @@ def show_list(screen: Screen, root: Path, found: Sequence[Found]) -> None:
         ]
         for one in found
     ]
-    screen.table(["checkpoint~", ">step", "format", ">size", ">tensors?", ">files?", "saved", "state~"], rows)
+    screen.table(
+        ["checkpoint~", ">step", "format", ">size", ">shared?", ">tensors?", ">files?", "saved", "state~"], rows
+    )
     for one in found:
         if one.state not in (COMPLETE, UNFINISHED):
             screen.say(f"{_inside(one.path, root)}: {one.state}", style="red")
@@ -51,14 +54,14 @@ def _state(one: Found) -> str:
     return "newest" if one.newest else one.state
 
 
-def _inside(path: Path, root: Path) -> str:
+def _inside(path: Place, root: Place) -> str:
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)
 
 
 # --- inspect --------------------------------------------------------------------------------------
 
 
-def show_checkpoint(screen: Screen, catalogue: Catalogue, path: Path, pattern: str | None) -> None:
+def show_checkpoint(screen: Screen, catalogue: Catalogue, path: Place, pattern: str | None) -> None:
     """Shows header, files, tensors, values, and what could not be read.
 
     With a ``pattern`` (a glob, as ``*.bias``) it shows where each piece of the tensors that match lies instead.
@@ -78,7 +81,7 @@ def show_checkpoint(screen: Screen, catalogue: Catalogue, path: Path, pattern: s
         screen.say(f"not read: {sentence}", style="yellow")
 
 
-def _inspect_head(catalogue: Catalogue, path: Path) -> Iterator[str]:
+def _inspect_head(catalogue: Catalogue, path: Place) -> Iterator[str]:
     step = step_of(catalogue)
     yield f"{path}: {catalogue.format} checkpoint" + ("" if step is None else f" of step {step}")
     details = dict(catalogue.details)
@@ -90,6 +93,8 @@ def _inspect_head(catalogue: Catalogue, path: Path) -> Iterator[str]:
         yield " ".join(told)
     size, files = size_text(bytes_of(catalogue)), count(len(catalogue.files), "file")
     yield f"{count(len(catalogue.tensors), 'tensor')} in {files}, {size}"
+    if absent := catalogue.left_out:
+        yield f"{count(len(absent), 'frozen weight')} left out (trainable_only): {some(absent)}"
     others = [f"{key} {value}" for key, value in details.items() if key != "left_out"]
     if others:
         yield ", ".join(others)
@@ -206,7 +211,7 @@ def _short(value: Any) -> str:
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def show_verdict(screen: Screen, path: Path, verdict: VerifyResult, *, seconds: float) -> None:
+def show_verdict(screen: Screen, path: Place, verdict: VerifyResult, *, seconds: float) -> None:
     """Shows what is damaged, what was checked, and what could not be checked."""
     shown = verdict.damaged if screen.everything else verdict.damaged[:ROWS]
     for one in shown:
@@ -236,7 +241,7 @@ def _damage(one: Damage) -> str:
 # --- diff -----------------------------------------------------------------------------------------
 
 
-def show_difference(screen: Screen, a: Path, b: Path, difference: CheckpointDiff) -> None:
+def show_difference(screen: Screen, a: Place, b: Place, difference: CheckpointDiff) -> None:
     """Shows every difference in a row, and how much is equal."""
     screen.say(f"A: {a}")
     screen.say(f"B: {b}")

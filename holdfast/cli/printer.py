@@ -11,6 +11,8 @@ from typing import TextIO
 
 LINES = 10_000  # that wait to be printed at most: minutes of a talkative script, and a few megabytes
 LAST_SECONDS = 2.0  # at the end, for the lines that still wait: a terminal that takes lines needs milliseconds
+ERASE = "\r\x1b[2K"  # takes away the line that the cursor is in
+RENEW = "\0"  # no line, but the status anew
 
 
 class Printer:
@@ -35,8 +37,24 @@ class Printer:
         self._left_out = 0  # lines so far
         self._told = 0  # of those, on the stream
         self._over = False
+        self._status = ""  # the line at the bottom
+        self._shown = False  # whether there is one on the terminal
         self._thread = threading.Thread(target=self._print, name="holdfast-printer", daemon=True)
         self._thread.start()
+
+    @property
+    def columns(self) -> int:
+        """How wide the terminal is; 0 if the stream is none."""
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns if self._stream.isatty() else 0
+        except (OSError, ValueError):
+            return 0
+
+    def status(self, text: str) -> None:
+        """Keep a line at the bottom of the terminal, below all others; "" takes it away."""
+        self._status = text
+        if self._lines.empty():
+            self(RENEW)
 
     def __call__(self, text: str) -> None:
         """Print a line, now or later."""
@@ -52,6 +70,9 @@ class Printer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Print the lines that still wait, for at most ``LAST_SECONDS``."""
+        self._status = ""
+        if self._shown:
+            self(RENEW)
         self._over = True
         try:
             self._lines.put_nowait(None)
@@ -70,14 +91,20 @@ class Printer:
             while self._lines.get() is not None:
                 pass
 
-    def _write(self, text: str) -> None:
-        """Write a line past Python's buffer: an interpreter that ends would wait for the buffer's lock."""
+    def _write(self, line: str) -> None:
+        """Write a line, and the status below it.
+
+        It goes past Python's buffer: an interpreter that ends would wait for the buffer's lock.
+        """
+        status = self._status
+        text = (ERASE if self._shown else "") + ("" if line is RENEW else line + "\n") + status
+        self._shown = bool(status)
         try:
             number = self._stream.fileno()
         except OSError:  # no file, as in tests
-            self._stream.write(text + "\n")
+            self._stream.write(text)
             return
-        data = memoryview((text + "\n").encode(errors="backslashreplace"))
+        data = memoryview(text.encode(errors="backslashreplace"))
         while data:
             try:
                 data = data[os.write(number, data) :]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from holdfast.cli.plan import the_model, with_memory
-from holdfast.cli.run import read_token
+from holdfast.cli.run import made_up_token, read_token
 from holdfast.errors import UsageError
 from holdfast.plan.profile import uniform
 
 if TYPE_CHECKING:
     from holdfast.plan.profile import Profile
-    from holdfast.run.run import Run
+    from holdfast.run.training import Training
     from holdfast.screen import Screen
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class ProfiledScript:
         if as_json:  # registered before what the script registers, so it is called after that: the last line is ours
             atexit.register(self._print)
 
-    def until_training(self, look: Callable[[Run], T]) -> T:
+    def until_training(self, look: Callable[[Training], T]) -> T:
         """Run the script until its ``Run`` would train, and return ``look(run)``."""
         from holdfast.engine.profile.run_script import until_training
 
@@ -156,7 +156,7 @@ class LinkOptions:
             bandwidth=None if bandwidth is None else bandwidth * 1e9 / 8,
             latency=None if latency is None else latency / 1e3,
             peer=peer,
-            token=read_token(token_file, alone=False) if peer else "",
+            token=(read_token(token_file) or made_up_token(alone=False)) if peer else "",
         )
 
     def add_to(self, profile: Profile) -> Profile:
@@ -178,7 +178,7 @@ def _measured(script: ProfiledScript, *, rounds: int, fresh: bool) -> tuple[Prof
 
     folder = cache_folder().absolute()
 
-    def look(run: Run) -> Profile | MeasuredLayers:
+    def look(run: Training) -> Profile | MeasuredLayers:
         facts, *_ = read_facts(run.engine)
         known = None if fresh else cached(folder, facts.key, rounds=rounds)
         return known or measure(run.engine, rounds=rounds, say=script.screen.say)
@@ -220,7 +220,7 @@ def _serve(where: str, command: list[str] | None, token_file: Path | None) -> No
     if command:
         raise UsageError("--serve only waits for a peer: it takes no script")
     address = parse_address(where, host="127.0.0.1")
-    token = read_token(token_file, alone=False)
+    token = read_token(token_file) or made_up_token(alone=False)
     from holdfast.engine.profile.links import serve
 
     serve(address, token, lambda text: print(text, flush=True))

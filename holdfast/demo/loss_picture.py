@@ -18,6 +18,7 @@ from holdfast.demo.story import Story
 
 LIGHT, DARK, RED = "#9ecbf5", "#16324f", "#d62839"
 PIPELINES = ("#9ecbf5", "#f6c58f", "#b5dba0", "#d7bde2")  # in turn
+TITLE_SIZE, LONG_TITLE = 17, 50  # points; letters from which on a title is wider than the picture
 NARROW = 0.035  # share of the width: a narrower bar has no room for its text
 
 
@@ -39,7 +40,9 @@ def plot_losses(path: Path, *, undisturbed: Story, disturbed: Story, title: str)
         _curve(axes, undisturbed, color=LIGHT, linewidth=9, label="undisturbed")
         _curve(axes, disturbed, color=DARK, linewidth=2, label="with kills")
         _mark_kills(axes, disturbed)
-        axes.set_title(title, fontsize=17, fontweight="bold", loc="left", pad=14)
+        axes.set_title(
+            title, fontsize=TITLE_SIZE if len(title) < LONG_TITLE else 14, fontweight="bold", loc="left", pad=14
+        )
         grid[-1, 0].set_xlabel("step")
         axes.set_ylabel("loss (nats per byte)")
         axes.grid(axis="y", alpha=0.25)

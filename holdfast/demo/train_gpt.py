@@ -39,8 +39,7 @@ def main() -> None:
         micro_batch=4,
         clip_norm=1.0,
         seed=arguments.seed,
-        tolerate=1 if arguments.memory else 0,
-        placement=holdfast.Placement(memory=arguments.memory, stages=None if arguments.memory else 1),
+        placement=holdfast.Placement(memory=arguments.memory, tolerate=1 if arguments.memory else 0),
         sync=holdfast.SelSync(target=SHARE, warmup=WARM_UP_STEPS) if arguments.sync else "every-step",
     )
     for _ in run.steps(arguments.steps):

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.cluster.agent import Agent
 from holdfast.cluster.agent_settings import AgentSettings
-from holdfast.cluster.local import start_zygote
+from holdfast.cluster.zygote_keeper import start_zygote
 from holdfast.demo.display import Show
 from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, kill_workers
 from holdfast.demo.story import Story, Tail
