@@ -25,10 +25,12 @@ class Certificates:
     def authority(self, name: str) -> None:
         self._openssl("req", "-x509", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
 
-    def issue(self, name: str, authority: str, *, names: str = "IP:127.0.0.1", days: int = 30) -> None:
-        """A certificate for these names; with negative ``days`` one that has expired."""
+    def issue(
+        self, name: str, authority: str, *, names: str = "IP:127.0.0.1", days: int = 30, subject: str = ""
+    ) -> None:
+        """A certificate for these names; with negative ``days`` one that has expired. ``subject``: no CommonName."""
         (self.folder / f"{name}.ext").write_text(f"subjectAltName={names}\n")
-        self._openssl("req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        self._openssl("req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", subject or f"/CN={name}")
         signed = ("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", str(days))
         self._openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-extfile", f"{name}.ext", "-out", f"{name}.pem")
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: exactness needs one thread everywhere
 
-from tests import warm
+from tests import injected, warm
 from tests.harness import Result, end_zygotes, launch
 
+gc.disable()  # until all tests are collected: it would look at millions of objects that all stay
 PIPELINE = Path(__file__).parent / "faults" / "pipeline.py"
-settings.register_profile("default", deadline=None)  # a busy machine is no failure
+# A busy machine is no failure. The same examples each time: what fails is the change, not the day; new ones are looked
+# for by `make thorough`.
+settings.register_profile("default", deadline=None, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 FEW = 3  # the --soak of `make test`; with a larger one all sweeps are complete
 
@@ -44,9 +51,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}; `make thorough` runs it"))
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: a collection need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionfinish() -> None:
     end_zygotes()
     warm.end_nursery()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """The report of a test, also one of another process, has the faults that it has injected."""
+    report = yield
+    if call.when == "call":
+        report.user_properties.append((injected.PROPERTY, dict(injected.injected)))
+        injected.injected.clear()
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many faults of which kind were injected."""
+    total: Counter[str] = Counter()
+    for report in (each for outcome in ("passed", "failed") for each in terminalreporter.stats.get(outcome, [])):
+        total.update(dict(getattr(report, "user_properties", ())).get(injected.PROPERTY, {}))
+    for line in injected.lines(total):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

@@ -14,18 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster import local
+from holdfast.cluster import zygote_keeper
 from holdfast.cluster.agent import Agent
 from holdfast.cluster.agent_settings import AgentSettings
 from holdfast.cluster.events import read_events
 from holdfast.cluster.local import LocalWorker
 from holdfast.measuring import free_port
 from tests import warm
+from tests.injected import note_planned
 
 TRAIN = Path(__file__).parent / "faults" / "train.py"
 HEARTBEAT = 3.0  # seconds: a worker that waits for its turn on a busy machine is not lost
-START_FRESH_ZYGOTE = local.start_zygote  # an interpreter of its own, that still has to import torch
+START_FRESH_ZYGOTE = zygote_keeper.start_zygote  # an interpreter of its own, that still has to import torch
 _zygote: list[Any] = []
+_preloaded: dict[tuple[str, ...], Any] = {}  # zygotes that have imported more than torch
 warm.use_nursery()
 
 
@@ -120,13 +122,16 @@ def launch(
     )
 
     async def run() -> int:
-        agent = Agent(chosen, zygote=_zygote_number(0), say=said.append, complain=_complain)
+        zygote = _zygote_with(chosen.preload) if chosen.preload else _zygote_number(0)
+        agent = Agent(chosen, zygote=zygote, say=said.append, complain=_complain)
         job = asyncio.create_task(agent.run())
         if meddle is not None:
             await asyncio.wait_for(asyncio.gather(job, meddle(agent)), seconds)
         return await asyncio.wait_for(job, seconds)
 
-    return _result(folder, asyncio.run(run()), chosen.log_dir, said)
+    result = _result(folder, asyncio.run(run()), chosen.log_dir, said)
+    note_planned(faults, result.events)
+    return result
 
 
 def _environment(folder: Path, faults: str, more: dict[str, str]) -> dict[str, str]:
@@ -146,23 +151,32 @@ def _zygote_number(number: int) -> Any:
     return _zygote[number]
 
 
+def _zygote_with(preload: tuple[str, ...]) -> Any:
+    """Kept from test to test, with these modules imported: some take seconds, which each worker would need again."""
+    if preload not in _preloaded:
+        _preloaded[preload] = warm.start_zygote(preload)
+    return _preloaded[preload]
+
+
 def end_zygotes() -> None:
     """At the end of the session: they end when nobody holds their sockets."""
     while _zygote:
         _zygote.pop().close()
+    while _preloaded:
+        _preloaded.popitem()[1].close()
 
 
 @contextmanager
 def doomed_zygote(*, importing: bool = False) -> Iterator[None]:
-    """The zygote of the other tests is kept away; runs get another one, which they may kill, or does not listen yet."""
-    _zygote_number(0)
-    kept = _zygote.pop(0)
-    if importing:
-        _zygote.insert(0, START_FRESH_ZYGOTE())
+    """The zygotes of the other tests are kept away; runs get a new one, which they may kill, or does not listen yet.
+
+    A new one: it tells its pid to the first run alone, and without it none can kill a zygote that hangs.
+    """
+    kept, _zygote[:] = _zygote[:], [START_FRESH_ZYGOTE() if importing else warm.start_zygote()]
     try:
         yield
     finally:
-        _zygote[:1] = [kept]
+        _zygote[:] = kept
 
 
 def _result(folder: Path, code: int, log_dir: Path, said: list[str]) -> Result:
@@ -230,7 +244,9 @@ def launch_hosts(
         await asyncio.wait_for(asyncio.gather(*hosts.jobs), seconds)
         return hosts.jobs[0].result()
 
-    return _result(folder, asyncio.run(run()), folder / "logs", said)
+    result = _result(folder, asyncio.run(run()), folder / "logs", said)
+    note_planned(faults, result.events)
+    return result
 
 
 def collect(folder: Path) -> Result:

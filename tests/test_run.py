@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import holdfast
-from holdfast import Checkpoints, Data, Numerics
-from holdfast.errors import HoldfastError
+from holdfast import Checkpoints, Data, Numerics, Placement
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.run import saver
 from holdfast.run.run import Run, Step
 
 SIZE, GLOBAL, MICRO = 26, 8, 2  # the last of four batches has two samples
@@ -296,6 +298,18 @@ def test_a_saved_model_has_the_names_and_weights_of_the_model(tmp_path: Path) ->
     assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
 
 
+def test_files_are_written_where_they_are_asked_for() -> None:
+    """What happens if the writer is lost is in tests/integrations/test_transformers.py."""
+    run, written = make(), []
+    run.write_files(lambda: written.append("before"))
+    for step in run.steps(2):
+        run.write_files(lambda number=step.number: written.append(number))
+    run.write_files(lambda: written.append("after"))
+    assert written == ["before", 0, 1, "after"]
+    with pytest.raises(UsageError, match="write"):
+        run.write_files("model.bin")  # type: ignore[arg-type]
+
+
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make()
     path = tmp_path / "model.safetensors"
@@ -364,23 +378,14 @@ class Counting(nn.Module):
         return self.head(x)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(points())
-
-
-class StreamWithLength(Stream):
-    def __len__(self) -> int:
-        return SIZE
-
-
 def poisoned() -> TensorDataset:
     inputs, targets = points().tensors
     inputs[13] = float("nan")
     return TensorDataset(inputs, targets)
 
 
-norm = [nn.Linear(4, 3), nn.BatchNorm1d(3)]
+norm = [nn.Linear(4, 3), nn.SyncBatchNorm(3)]
+shared_norm = nn.BatchNorm1d(3)
 linear = nn.Linear(4, 3)
 EAGER = Numerics(update="eager")
 
@@ -389,25 +394,20 @@ BAD_USE = {
     "a batch that micro-batches do not divide": ({"micro_batch": 3}, ["global_batch=9", "micro_batch=3"]),
     "a micro-batch of none": ({"micro_batch": 0}, ["micro_batch=0"]),
     "a data set smaller than a batch": ({"data": points(7)}, ["7", "global_batch=8", "global_batch=6"]),
-    "a stream": ({"data": Stream()}, ["data[i]"]),
-    "a generator": ({"data": (i for i in range(100))}, ["data[i]"]),
+    "a generator": ({"data": (i for i in range(100))}, ["generator", "Stream("]),
     "unknown numerics": ({"numerics": "nope"}, ["'nope'", "'exact'", "'fast'"]),
     "a negative seed": ({"seed": -1}, ["seed"]),
-    "running statistics": ({"layers": norm}, ["'1'", "BatchNorm1d", "GroupNorm", "numerics='fast'"]),
+    "statistics over all workers": ({"layers": norm}, ["'1'", "SyncBatchNorm", "use BatchNorm"]),
+    "layers without a shape": ({"layers": [nn.LazyLinear(3)]}, ["'0.weight'", "no shape yet", "lazy"]),
     "a forward pass that writes into a buffer": ({"layers": Counting(in_place=True)}, ["'calls'"]),
     "a loss per sample": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ["reduction='mean'"]),
     "a loss that is no tensor": ({"loss": lambda output, target: 1.0}, ["loss"]),
     "no optimizer": ({"optimizer": lambda params: None}, ["lambda params"]),
     "nothing to train": ({"layers": nn.Linear(4, 3).requires_grad_(False)}, ["requires_grad"]),
     "samples without targets": ({"data": torch.ones(SIZE, 4)}, ["(input, target)"]),
-    "a stream with a length": ({"data": StreamWithLength()}, ["data[i]"]),
     "a forward pass that replaces a buffer": ({"layers": Counting(in_place=False)}, ["'calls'"]),
-    "a log without a checkpoint": ({"log": True}, ["log", "checkpoint="]),
-    "a log of nothing": ({"log": 0, "checkpoint": "unused"}, ["log"]),
-    "a log of words": ({"log": "plenty", "checkpoint": "unused"}, ["'plenty'", "2GB"]),
-    "a log of a list": ({"log": [1], "checkpoint": "unused"}, ["[1]", "2GB"]),
-    "a log of running statistics": (
-        {"log": True, "checkpoint": "unused", "layers": norm, "numerics": "fast"},
+    "a log of running statistics of two layers": (
+        {"checkpoint": Checkpoints(folder="unused", log=True), "layers": [nn.Linear(4, 3), shared_norm, shared_norm]},
         ["'1'", "log"],
     ),
     "eager updates that are clipped": ({"numerics": EAGER, "clip_norm": 1.0}, ["clip_norm"]),
@@ -430,8 +430,25 @@ def test_bad_use_is_named_with_a_hint(changes: dict[str, Any], facts: list[str])
     assert not [fact for fact in facts if fact not in str(refused.value)], str(refused.value)
 
 
-def test_running_statistics_are_allowed_in_fast_mode_and_move() -> None:
-    run = make(layers=[nn.Linear(4, 3), nn.BatchNorm1d(3)], numerics="fast")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_that_is_wrapped_in_ddp_is_refused(inside: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(holdfast.UsageError, match=r"DistributedDataParallel.*\(give what it wraps: model.module\)"):
+        make(layers=[nn.Linear(4, 4), wrapped] if inside else wrapped, numerics="fast")
+
+
+def test_a_model_is_saved_to_a_path() -> None:
+    with pytest.raises(holdfast.UsageError, match=r"3 is no path of a file \(as in"):
+        make().save_model(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_running_statistics_move(numerics: Any) -> None:
+    run = make(layers=[nn.Linear(4, 3), nn.BatchNorm1d(3)], numerics=numerics)
     train(run, 3)
     assert run.engine.model.module[1].num_batches_tracked == 12
     assert run.engine.model.module[1].running_mean.abs().sum() > 0
@@ -459,7 +476,7 @@ def test_several_workers_without_an_agent_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_too_few_workers_for_the_wanted_tolerance_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    train(make(tolerate=1), 3)
+    train(make(placement=Placement(tolerate=1)), 3)
     assert caplog.text.count("cannot survive the loss of 1") == 1
 
 
@@ -507,3 +524,25 @@ def test_float64_models_keep_their_precision() -> None:
         for p in reference.parameters():
             p -= 0.1 * p.grad
     assert torch.allclose(model.weight, reference.weight, rtol=0, atol=1e-12)
+
+
+def test_a_second_run_of_a_process_goes_on_from_what_the_first_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, go_on = saver.Save.write, threading.Event()
+
+    def late(save: Any, *words: Any, **more: Any) -> Any:
+        go_on.wait(30)
+        return real(save, *words, **more)
+
+    monkeypatch.setattr(saver.Save, "write", late)
+    first = make(checkpoint=tmp_path)
+    assert len(train(first, 3)) == 3
+    threading.Timer(0.2, go_on.set).start()
+    second = make(checkpoint=tmp_path)
+    assert [step.number for step in train(second, 5)] == [3, 4]
+
+
+def test_a_loss_that_takes_one_argument_is_refused() -> None:
+    with pytest.raises(holdfast.UsageError, match="output, target"):
+        make(loss=lambda output: output.mean())

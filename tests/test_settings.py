@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import holdfast
-from holdfast import Checkpoints, Data, LogSettings, Numerics, Placement, Run, UsageError
+from holdfast import Checkpoints, Data, LogSettings, Numerics, Placement, Run, Step, UsageError, errors
 from holdfast.data.partition import SelDP
 
 DATA = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
@@ -66,6 +66,8 @@ REFUSED: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"memory": "0GB"},
         {"memory": [1]},
         {"profile": 3},
+        {"tolerate": -1},
+        {"tolerate": True},
         {"stages": 1, "memory": "2GB"},
         {"stages": [2, 2], "memory": "2GB"},
         {"stages": (2, 2), "profile": "profile.json"},
@@ -82,6 +84,8 @@ REFUSED: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"folder": "runs", "keep": None},
         {"folder": "runs", "keep_every": 0},
         {"folder": "runs", "keep_every": "10"},
+        {"folder": "runs", "log": None},
+        {"folder": "runs", "log": 1.5},
     ],
     Numerics: [
         {"mode": "nope"},
@@ -93,8 +97,11 @@ REFUSED: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"device": []},
     ],
     Data: [
-        {"dataset": Stream()},
+        {"dataset": Stream(), "num_workers": 2},
+        {"dataset": lambda shard: iter(DATA)},
         {"dataset": (i for i in range(8))},
+        {"dataset": DataLoader(DATA, batch_size=2)},
+        *({"dataset": DATA, "collate": collate} for collate in (None, 3)),
         {"dataset": DATA, "shuffle": "yes"},
         {"dataset": DATA, "shuffle": 7},
         {"dataset": DATA, "partition": NoPartition()},
@@ -191,10 +198,14 @@ def test_short_forms_of_a_log() -> None:
 def test_values_that_are_no_log(given: Any) -> None:
     with pytest.raises(UsageError):
         LogSettings.of(given)
+    with pytest.raises(UsageError):
+        Checkpoints(folder="unused", log=given)
 
 
-def test_no_placement_is_the_planners_choice() -> None:
+def test_without_a_wish_for_pipelines_every_worker_holds_the_whole_model() -> None:
     assert Placement.of(None) == Placement()
+    assert Placement().cut == Placement(tolerate=2).cut == 1
+    assert Placement(memory="2GB").cut is Placement(profile="profile.json").cut is Placement(stages="auto").cut is None
 
 
 # --- the arguments of a run -----------------------------------------------------------------------------------
@@ -208,30 +219,68 @@ def test_no_placement_is_the_planners_choice() -> None:
         {"checkpoint": 3},
         {"checkpoint": True},
         {"numerics": Placement()},
-        {"tolerate": -1},
-        {"tolerate": True},
         {"seed": -1},
         {"sync": "sometimes"},
         {"data": Data(DATA, partition=SelDP(size=8))},
         {"numerics": Numerics(update="eager"), "clip_norm": 1.0},
-        {"log": True},
-        {"log": None},
-        {"log": 1.5, "checkpoint": "unused"},
+        {"model": nn.Linear(2, 1)},
+        {"model": nn.Linear(2, 1), "layers": None},
+        {"model": [nn.Linear(2, 1)], "layers": None, "loss": lambda model, batch: model(batch[0]).mean()},
+        {"weight": 3},
+        {"weight": lambda model, batch: 1},
+        {"data": []},
+        {"weight": lambda batch: 1, "numerics": Numerics(update="eager")},
         *({"clip_norm": norm} for norm in (-1.0, 0, float("nan"), float("inf"), "1", True, [1.0])),
         *({"seed": seed} for seed in ("0", 1.5, None, True, 2**64, 2**70, np.int64(-1), torch.tensor(1.5))),
         *({"global_batch": batch} for batch in (4.0, "4", None, 0, -4, True, np.float64(4))),
         *({"micro_batch": batch} for batch in (2.0, "2", None, 0, -2, True, np.bool_(True))),
         *({"layers": layers} for layers in (None, 3, "layers", [], [None])),
-        *({"loss": loss} for loss in (None, 3)),
-        *({"optimizer": optimizer} for optimizer in (None, "SGD")),
-        *({"collate": collate} for collate in (None, 3)),
+        *({"loss": loss} for loss in (None, 3, nn.Bilinear(1, 1, 1))),
+        *({"optimizer": optimizer} for optimizer in (None, "SGD", lambda: None)),
         *({"schedule": schedule} for schedule in (3, 0.1, "cosine")),
     ],
-    ids=lambda changes: "-".join(f"{name}={value!r}" for name, value in changes.items() if name != "data"),
+    ids=lambda changes: "-".join(
+        name if callable(v) else f"{name}={v!r}" for name, v in changes.items() if name != "data"
+    ),
 )
 def test_arguments_that_a_run_refuses(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         make(**changes)
+
+
+@pytest.mark.parametrize("data", [Stream(), iter(DATA), DataLoader(DATA), Data(DATA), holdfast.Stream(Stream())])
+def test_evaluations_refuse_data_without_numbers(data: Any) -> None:
+    for ask in (make().evaluate, make().predict):
+        with pytest.raises(UsageError, match="have no numbers"):
+            ask(data)
+
+
+def test_an_optimizer_that_fails_says_what_it_was_called_with() -> None:
+    with pytest.raises(ValueError, match="unpack") as caught:
+        make(optimizer=lambda params: torch.optim.SGD([p for name, p in params if name], lr=0.1))
+    assert "called named" in caught.value.__notes__[0]
+
+
+def test_a_loss_may_have_weights_that_are_frozen_or_the_models() -> None:
+    layer = nn.Linear(2, 1)
+    for loss in (nn.Bilinear(1, 1, 1).requires_grad_(False), nn.BCEWithLogitsLoss(pos_weight=torch.ones(1))):
+        make(loss=loss)
+    tied = nn.MSELoss()
+    tied.layer = layer
+    make(layers=[layer], loss=tied)
+
+
+@pytest.mark.parametrize("total", [-1, 2.5, "5", True, [1]])
+def test_a_number_of_steps_that_is_none_is_refused(total: Any) -> None:
+    with pytest.raises(UsageError, match="total="):
+        next(iter(make().steps(total)))
+
+
+def test_measures_are_called_with_two_arguments() -> None:
+    run = make()
+    for call in (run.evaluate, run.predict):
+        with pytest.raises(UsageError, match=r"cannot be called with \(output, target\)"):
+            call(DATA, lambda output: output)  # type: ignore[operator]
 
 
 def test_numbers_of_numpy_are_those_of_python() -> None:
@@ -246,11 +295,61 @@ def test_the_largest_seed_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["stages", "memory", "profile", "every", "keep", "keep_every", "autocast", "update", "device", "shuffle"]
+    "name",
+    [
+        "stages",
+        "tolerate",
+        "collate",
+        "log",
+        "memory",
+        "profile",
+        "every",
+        "keep",
+        "keep_every",
+        "autocast",
+        "update",
+        "device",
+        "shuffle",
+    ],
 )
 def test_a_field_of_a_group_is_no_argument_of_a_run(name: str) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(UsageError, match=rf"holdfast\.\w+\(.*{name}=…"):
         make(**{name: None})
+
+
+def test_wrong_and_missing_arguments_are_named() -> None:
+    with pytest.raises(UsageError, match=r"'clip_nrom'.*clip_norm=…"):
+        make(clip_nrom=1.0)
+    with pytest.raises(UsageError, match="by name"):
+        Run(nn.Linear(2, 1))  # type: ignore[call-arg, misc]
+    with pytest.raises(UsageError, match="needs loss="):
+        Run(model=nn.Linear(2, 1))  # type: ignore[call-arg]
+    assert "loss" in inspect.signature(Run).parameters, "tools show other arguments"
+
+
+@pytest.mark.parametrize(
+    ("make_group", "said"),
+    [
+        (lambda: Data(DATA, colate=list), r"a Data has no argument 'colate' \(collate=…"),  # type: ignore[call-arg]
+        (lambda: Data(DATA, list), r"given by name \(Data\(collate=…"),  # type: ignore[misc]
+        (lambda: Data(), "a Data needs dataset="),  # type: ignore[call-arg]
+        (lambda: Placement(stage=2), r"a Placement has no argument 'stage' \(stages=…"),  # type: ignore[call-arg]
+        (lambda: Numerics("fast"), r"given by name \(Numerics\(mode=…"),  # type: ignore[misc]
+        (lambda: Checkpoints("runs", 5), r"given by name \(Checkpoints\(folder=…"),  # type: ignore[misc]
+        (lambda: holdfast.LocalSGD(), r"needs every= \(LocalSGD\(every=…"),  # type: ignore[call-arg]
+        (lambda: holdfast.Loop(modle=None), r"a Loop has no argument 'modle' \(model=…"),  # type: ignore[call-arg]
+    ],
+)
+def test_wrong_and_missing_settings_of_a_group_are_named(make_group: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make_group()
+
+
+def test_every_public_group_refuses_a_wrong_name_in_words() -> None:
+    for kind in (getattr(holdfast, name) for name in holdfast.__all__):
+        if inspect.isclass(kind) and is_dataclass(kind) and not issubclass(kind, Exception) and kind is not Step:
+            with pytest.raises(UsageError, match="has no argument 'wrong'"):
+                kind(wrong=1)
 
 
 def test_a_run_takes_at_most_sixteen_arguments() -> None:
@@ -259,3 +358,11 @@ def test_a_run_takes_at_most_sixteen_arguments() -> None:
 
 def test_all_public_names_are_there() -> None:
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
+
+
+def test_errors_that_a_run_raises_are_public() -> None:
+    """So that a script can tell them apart, and the reference has them."""
+    found = {
+        name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.HoldfastError)
+    }
+    assert found <= {*holdfast.__all__}

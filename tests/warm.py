@@ -26,10 +26,11 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holdfast.cluster import keeper, local, zygote
+from holdfast.cluster import keeper, zygote, zygote_keeper
 
 Order = dict[str, Any]
 MESSAGE = 2**18  # bytes: an environment of 20 kB must fit, and a Unix socket takes 208 kB
@@ -132,11 +133,13 @@ def _order(module: str, arguments: tuple[str, ...], environment: dict[str, str],
 class Command(Forked):
     """``holdfast WORDS`` in a process group of its own; its output goes to files in ``folder``, named after it."""
 
+    module = "holdfast.cli"
+
     def __init__(
         self, *words: str, folder: Path, name: str = "command", namespace: str = "", **environment: str
     ) -> None:
         self._outputs = [folder / f"{name}.{stream}" for stream in ("out", "err")]
-        order = _order("holdfast.cli", words, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, folder, namespace)
+        order = _order(self.module, words, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, folder, namespace)
         with self._outputs[0].open("w") as out, self._outputs[1].open("w") as err:
             super().__init__({**order, "group": 0}, [], stdout=out.fileno(), stderr=err.fileno())
 
@@ -150,12 +153,19 @@ class Command(Forked):
         return self._outputs[1].read_text()
 
 
-def start_zygote() -> socket.socket:
-    """As ``holdfast.cluster.local.start_zygote``, but forked: ready in milliseconds."""
+class Script(Command):
+    """``python WORDS``, where the first word is a script's path."""
+
+    module = ""
+
+
+def start_zygote(further: Sequence[str] = (), folder: str = "") -> socket.socket:
+    """As ``holdfast.cluster.zygote_keeper.start_zygote``, but forked: ready in milliseconds."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with theirs:
-        start("holdfast.cluster.zygote", "{0}", environment=environment, passed=[theirs.fileno()])
+        words = ["{0}", json.dumps([*further]), folder]
+        start("holdfast.cluster.zygote", *words, environment=environment, passed=[theirs.fileno()])
     return ours
 
 
@@ -168,7 +178,7 @@ async def start_coordinator(listener: int, options: list[str], token: str) -> Fo
 
 def use_nursery() -> None:
     """Lets the agents of this process get their coordinators and zygotes from the nursery."""
-    local.start_zygote = start_zygote
+    zygote_keeper.start_zygote = start_zygote
     keeper.start_coordinator = start_coordinator  # type: ignore[assignment]
 
 
@@ -311,18 +321,32 @@ def _run(order: Order, descriptors: list[int], own_nursery: socket.socket) -> in
 
 
 def _run_module(module: str, arguments: list[str]) -> int:
-    """``python -m module arguments``; returns its exit code."""
-    sys.path[0] = os.getcwd()
-    sys.argv = ["-m", *arguments]
+    """``python -m module arguments``, or ``python arguments`` if no module is named; returns its exit code."""
+    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(arguments[0]))
+    sys.argv = ["-m", *arguments] if module else arguments
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it is imported already: on purpose
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as e:
         if e.code is None or isinstance(e.code, int):
             return e.code or 0
         print(e.code, file=sys.stderr)
         return 1
+    except Exception:
+        return _show(sys.exc_info())
     return 0
+
+
+def _show(error: Any) -> int:
+    """As an interpreter shows an error; returns its exit code, which an error of ours has chosen."""
+    try:
+        sys.excepthook(*error)
+    except SystemExit as e:
+        return int(e.code or 0)
+    return 1
 
 
 def _enter(namespace: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import Command, Script
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +22,9 @@ def script_in(document: str, containing: str) -> str:
 
 
 def run(folder: Path, *command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    """``holdfast run …``, or a script alone."""
+    done = Command(*command, folder=folder) if command[0] == "run" else Script(*command, folder=folder)
+    assert done.wait(240) == 0, done.stderr
     return done.stdout
 
 
@@ -40,7 +41,7 @@ def test_the_script_of_the_pipelines_page_comes_to_the_same_in_pipelines_and_in_
     script = script_in("docs/pipelines.md", "memory=")
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "alone.py").write_text(script.replace('memory="700kB"', "memory=None"))
-    together = run(tmp_path, "-m", "holdfast.cli", "run", "-n", "5", "train.py").splitlines()
+    together = run(tmp_path, "run", "-n", "5", "train.py").splitlines()
     alone = run(tmp_path, "alone.py").splitlines()
     assert pipelines(tmp_path) == [2, 3]
     assert re.fullmatch("[0-9a-f]{64}", alone[-1])
@@ -58,13 +59,13 @@ def test_what_the_page_of_run_says_of_stages_is_possible(tmp_path: Path, stages:
         .replace("tolerate=1", "tolerate=0")
     )
     (tmp_path / "train.py").write_text(few)
-    run(tmp_path, "-m", "holdfast.cli", "run", "-n", "3", "train.py")
+    run(tmp_path, "run", "-n", "3", "train.py")
     assert pipelines(tmp_path) == [3]
 
 
 def test_the_script_of_the_page_of_run_trains_as_it_says(tmp_path: Path) -> None:
     script = script_in("docs/run.md", "memory=")
     (tmp_path / "train.py").write_text(script.replace("steps(20)", "steps(2)"))
-    printed = run(tmp_path, "-m", "holdfast.cli", "run", "-n", "5", "train.py").splitlines()
+    printed = run(tmp_path, "run", "-n", "5", "train.py").splitlines()
     assert [line.split()[1] for line in printed] == ["0", "1"]
     assert pipelines(tmp_path) == [2, 3]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from holdfast.demo.display import places_table
@@ -93,3 +96,16 @@ def test_the_picture_gets_a_part_for_the_places(tmp_path: Path) -> None:
         plot_losses(path, undisturbed=story, disturbed=story, title="")
         sizes.append(int.from_bytes(path.read_bytes()[20:24]))  # a PNG's height
     assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("verdict", ["weights identical, bit for bit", "all replicas end with the same weights"])
+def test_the_title_fits_into_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    story = Story(steps=2, losses={0: 2.0, 1: 1.0})
+    plot_losses(tmp_path / "loss.png", undisturbed=story, disturbed=story, title=f"12 workers killed: {verdict}")
+    monkeypatch.undo()
+    (figure,) = drawn
+    title = figure.axes[0]._left_title  # type: ignore[attr-defined]
+    assert title.get_window_extent().x1 <= figure.bbox.x1
+    plt.close(figure)

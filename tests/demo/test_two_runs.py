@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,15 +12,18 @@ from holdfast.cli.main import app
 from holdfast.demo.story import Story
 from holdfast.demo.two_runs import DemoRun, DemoSettings, DemoVerdict
 from holdfast.errors import UsageError
+from tests.warm import Command
 
 
-def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast.cli", "demo", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+def run_demo(folder: Path, *options: str) -> Command:
+    """The demo to its end; its files go to the folder. ``tests/test_wheel.py`` starts it as a shell does."""
+    demo = Command("demo", *options, "--out", str(folder), folder=folder)
+    demo.wait(240)
+    return demo
 
 
 def test_a_killed_worker_leaves_no_trace_in_the_weights(tmp_path: Path) -> None:
-    demo = run_demo("--steps", "8", "--kills", "1", "--workers", "2", "--json", "--out", str(tmp_path))
+    demo = run_demo(tmp_path, "--steps", "8", "--kills", "1", "--workers", "2", "--json")
     assert demo.returncode == 0, demo.stderr
     verdict = json.loads(demo.stdout.splitlines()[-1])
     keys = "steps workers kills recoveries_ms recovery_ms_median weights_sha256 undisturbed_sha256 identical"
@@ -38,7 +39,7 @@ def test_a_killed_worker_leaves_no_trace_in_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.thorough("tests/faults/test_pipelines.py kills workers of pipelines and compares hashes")
 def test_pipelines_lose_a_worker_and_come_to_what_one_worker_comes_to(tmp_path: Path) -> None:
-    demo = run_demo("--pipeline", "--steps", "10", "--kills", "1", "--json", "--out", str(tmp_path))
+    demo = run_demo(tmp_path, "--pipeline", "--steps", "10", "--kills", "1", "--json")
     assert demo.returncode == 0, demo.stderr
     verdict = json.loads(demo.stdout.splitlines()[-1])
     assert (verdict["workers"], verdict["kills"], verdict["identical"]) == (5, 1, True)
@@ -54,7 +55,7 @@ def test_pipelines_lose_a_worker_and_come_to_what_one_worker_comes_to(tmp_path: 
 
 @pytest.mark.thorough("tests/faults kills workers of replicas that train apart")
 def test_replicas_that_train_apart_lose_a_worker_and_end_equal(tmp_path: Path) -> None:
-    demo = run_demo("--sync", "--steps", "16", "--kills", "1", "--workers", "2", "--json", "--out", str(tmp_path))
+    demo = run_demo(tmp_path, "--sync", "--steps", "16", "--kills", "1", "--workers", "2", "--json")
     assert demo.returncode == 0, demo.stderr
     verdict = json.loads(demo.stdout.splitlines()[-1])
     assert (verdict["kills"], verdict["sync"]["replicas_equal"], verdict["identical"]) == (1, True, False)

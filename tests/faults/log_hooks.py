@@ -168,8 +168,8 @@ def _die(number: str) -> None:
 
 
 def _unclipped() -> None:
-    def apply(real: Any, again: Again, terms: Any) -> None:
-        real(again, dataclasses.replace(terms, norm=None))
+    def apply(real: Any, again: Again, step: int, terms: Any) -> None:
+        real(again, step, dataclasses.replace(terms, norm=None))
 
     _patch(Again, "apply", apply)
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from holdfast.checkpoint import disk
 from holdfast.cluster import faults
-from holdfast.cluster.group import Group, Transfer
+from holdfast.cluster.group import Group
+from holdfast.cluster.talk import Shared, Transfer
 from holdfast.recovery import copy
 from holdfast.recovery.resume import Resumer
 from holdfast.undo.eager import Eager
@@ -70,19 +71,23 @@ def _meddle_with_votes(planned: dict[int, str]) -> None:
     count = itertools.count(1)
     real = Group.vote
 
-    def vote(group: Group, ballot: Tensor) -> None:
+    def vote(group: Group, ballot: Tensor, shared: Shared | None = None) -> list[float]:
         what = planned.get(next(count))
         if what == "deaf":
-            others = [rank for rank in range(group.size) if rank != group.rank]
-            group.start([(rank, ballot.clone(), 0) for rank in others], [])
-            while True:
-                time.sleep(0.002)
-                group.check()
-        real(group, ballot)
+            group.finish = lambda receives: _hear_nobody(group)  # type: ignore[method-assign]
+        sums = real(group, ballot, shared)
         if what == "die":
             _die()
+        return sums
 
     Group.vote = vote  # type: ignore[method-assign]
+
+
+def _hear_nobody(group: Group) -> None:
+    """Wait until the generation breaks: what this worker says has gone out, what others say is not taken in."""
+    while True:
+        time.sleep(0.002)
+        group.check()
 
 
 def _die_sending(number: int) -> None:
@@ -104,9 +109,9 @@ def _update_late(step: int) -> None:
     real, waited = Eager.summed, threading.Event()
 
     def summed(eager: Eager, bucket: Any) -> None:
-        from holdfast.run.run import _runs
+        from holdfast.run.process import runs
 
-        group = _runs[0]._cohort.group
+        group = runs[0]._cohort.group
         first = group is not None and group.generation.number == 1  # later nobody dies: it would wait for ever
         if faults._step == step and first and not waited.is_set():
             waited.set()
@@ -146,9 +151,9 @@ def _die_copying() -> None:
 
 
 def _generation():  # type: ignore[no-untyped-def]
-    from holdfast.run.run import _clients
+    from holdfast.run.process import clients
 
-    generation = _clients[0]._seat.generation
+    generation = clients[0]._seat.generation
     return () if generation is None else generation.members
 
 

@@ -17,7 +17,7 @@ import holdfast
 from holdfast import LogSettings
 from tests.faults.log_hooks import meddle_with_log
 from tests.faults.meddling import meddle
-from tests.faults.train import checkpoints_of, clip_of, numerics_of, stages_of
+from tests.faults.train import checkpoints_of, clip_of, numerics_of, placement_of
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 69, 16, 2  # 4 full batches and one of 5: two micro-batches of 2 and one of 1
 WORDS, LENGTH, WIDTH = 24, 7, 32
@@ -179,10 +179,8 @@ def main() -> None:
         micro_batch=MICRO_BATCH,
         clip_norm=clip_of(setting("CLIP", "0.5")),
         numerics=numerics_of(setting),
-        tolerate=int(setting("TOLERATE", "0")),
-        placement=holdfast.Placement(stages=stages_of(setting("STAGES", "1")), memory=setting("MEMORY")),
-        checkpoint=checkpoints_of(setting),
-        log=log_of(setting("LOG"), setting("LOG_MEMORY")),
+        placement=placement_of(setting),
+        checkpoint=checkpoints_of(setting, log=log_of(setting("LOG"), setting("LOG_MEMORY"))),
     )
     if setting("FIRST_LOOP"):
         for _ in run.steps(int(setting("FIRST_LOOP", "0"))):

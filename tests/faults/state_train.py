@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.engine.statistics import ChangingBuffers
+from holdfast.engine.buffers import ChangingBuffers
+from holdfast.engine.statistics import Statistics
 from tests.engine import optimizers
 from tests.engine.pipelines import WIDTH, linear, numbers
 from tests.engine.writers import Counts, Writer
@@ -20,7 +21,7 @@ from tests.faults.train import checkpoints_of, stages_of
 LAYERS: dict[str, Any] = {
     "plain": linear,
     "counts": Counts,
-    "norm": lambda: nn.BatchNorm1d(WIDTH),
+    "norm": lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.GELU(), linear(), nn.BatchNorm1d(WIDTH, momentum=None)),
     "frozen": lambda: Writer("through .data", "frozen"),
     "late": lambda: Writer("through .data", first=8),
 }
@@ -44,6 +45,10 @@ def leave_a_trace(buffers: ChangingBuffers) -> None:
             each.tensor.add_(own)
 
 
+def keep_to_oneself(statistics: Statistics, *args: Any) -> None:
+    """Stands in for ``exchange``: each worker mixes in its own micro-batches only."""
+
+
 def wait_for_joiner(run: holdfast.Run) -> None:
     """Return when somebody waits to join, at the latest after ten seconds."""
     for _ in range(500):
@@ -54,7 +59,9 @@ def wait_for_joiner(run: holdfast.Run) -> None:
 
 def main() -> None:
     setting = os.environ.get
-    if setting("SABOTAGE"):
+    if setting("SABOTAGE") == "alone":
+        Statistics.exchange = keep_to_oneself  # type: ignore[method-assign]
+    if setting("SABOTAGE") == "trace":
         ChangingBuffers.restore = leave_a_trace  # type: ignore[method-assign]
     torch.manual_seed(0)
     made = getattr(optimizers, setting("OPTIMIZER", ""), torch.optim.AdamW)

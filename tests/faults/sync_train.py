@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import holdfast
-from tests.faults.train import checkpoints_of
+from tests.as_loop import AsLoop
+from tests.faults.train import checkpoints_of, wait_for_checkpoint
 
 SIZE, GLOBAL_BATCH, MICRO_BATCH = 150, 16, 2  # the last batch of an epoch, the tenth, has three micro-batches
 NAMES = ("SelSync", "LocalSGD", "FedAvg", "DiLoCo", "SSP")
@@ -122,8 +123,9 @@ def main() -> None:
         sabotage(setting("SABOTAGE", ""))
     parts = make_parts(setting("MODEL", "count"), journal, setting)
     more = {"sync": policy_of(setting("POLICY", "every-step"))} if setting("POLICY") != "none" else {}
-    run = holdfast.Run(
-        **parts,
+    make: Any = AsLoop if setting("FORM") == "loop" else holdfast.Run
+    run = make(
+        **parts | {"data": holdfast.Data(parts["data"], num_workers=int(setting("LOADERS", "0")))},
         **more,
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
@@ -154,6 +156,7 @@ def main() -> None:
             time.sleep(float(slow.get(os.environ.get("HOLDFAST_WORKER", ""), "0")))
             if step.number >= patient and step.workers != wanted and wanted:
                 time.sleep(0.02)
+            wait_for_checkpoint(step.number, setting)
             if evaluate and step.number % evaluate == evaluate - 1:
                 journal.write("value", number=step.number, value=run.evaluate(parts["data"]))
             if save and step.number == save:

@@ -180,7 +180,7 @@ def logs(folder: Path) -> str:
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_afresh(tmp_path: Path) -> None:
     run(tmp_path, "a", more={"STEPS": "7"})
-    for folder in (tmp_path / "saved").iterdir():
+    for folder in (tmp_path / "saved").glob("step-*"):
         (folder / "index.json").write_text("{}")
     result = run(tmp_path, "b")
     assert result.code == 4

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from holdfast.checkpoint.lease import Chain, Claim, Note, Process
 from holdfast.cluster.agent import Agent
 from tests.faults.test_checkpoints import environment, run, steps_of
 from tests.harness import TRAIN, count_events, hurry, until, wait_until
-from tests.warm import Command
+from tests.warm import Command, Script
 
 STEPS = 14
 
@@ -163,20 +161,19 @@ def test_the_folder_of_another_machines_run_is_waited_for(tmp_path: Path, undist
 
 
 def test_one_process_without_an_agent_is_fenced_too(tmp_path: Path) -> None:
-    settings = {**os.environ, **environment(tmp_path, STEPS="10000", EVERY="2", LEASE="2")}
+    settings = environment(tmp_path, STEPS="10000", EVERY="2", LEASE="2")
     settings |= {"RESULTS": str(tmp_path / "results"), "WANTED": "99", "PAUSE": "0.05"}
-    command, root = [sys.executable, str(TRAIN)], TRAIN.parents[2]
-    first = subprocess.Popen(command, env=settings, cwd=root)
+    first = Script(str(TRAIN), folder=tmp_path, name="first", **settings)
     try:
         wait_until("it saves", lambda: len(series.steps_in(tmp_path / "saved")) > 1 or first.poll() is not None)
-        second = subprocess.run(command, env=settings, cwd=root, capture_output=True, check=False)
-        assert second.returncode == 1
-        assert b"belongs to another run: worker 0.0 of run" in second.stderr
+        second = Script(str(TRAIN), folder=tmp_path, name="second", **settings)
+        assert second.wait(80) == 4
+        assert "belongs to another run: worker 0.0 of run" in second.stderr
         assert first.poll() is None
     finally:
         first.kill()
         first.wait()
     reached = series.steps_in(tmp_path / "saved")[-1]
     settings |= {"STEPS": str(reached + 1), "LEASE": "90", "PAUSE": "0"}
-    assert subprocess.run(command, env=settings, cwd=root, check=False, timeout=80).returncode == 0, "at once"
+    assert Script(str(TRAIN), folder=tmp_path, name="third", **settings).wait(80) == 0, "at once"
     assert series.steps_in(tmp_path / "saved")[-1] == reached + 1

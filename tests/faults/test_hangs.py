@@ -74,8 +74,9 @@ def test_hangs_before_training(tmp_path: Path, undisturbed) -> None:
 
 
 def test_a_worker_that_never_connects_uses_up_restarts(tmp_path: Path) -> None:
+    """Nobody has made a ``Run``: that ends as scripts without one do."""
     result = train(tmp_path, "block 0.0 start; block 0.1 start", limit="1:1", workers=1, max_restarts=1)
-    assert result.code == 3
+    assert result.code == 1
     assert [e["worker"] for e in result.of("stuck")] == ["0.0", "0.1"]
 
 

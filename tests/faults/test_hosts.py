@@ -14,7 +14,7 @@ from tests.harness import TRAIN, collect, wait_until
 from tests.namespaces import Machines, machines
 from tests.warm import Command
 
-STEPS = 60  # slow ones until the test is in a hurry: time for the second host to start
+STEPS = 120  # slow ones until the test is in a hurry: a minute for other hosts to start, on a busy machine too
 
 
 def start_agent(

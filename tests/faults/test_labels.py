@@ -84,9 +84,10 @@ def test_an_edited_script_is_refused_while_the_run_goes_on_and_named_when_all_ar
     assert [event["worker"] for event in result.of("started")] == [f"0.{n}" for n in range(6)]
     refused = [line for line in result.said if "0.3 does not train the same as" in line]
     assert "the script is train.py " in refused[0]
-    warned = [line for line in result.said if "resumed with differences" in line]
+    warned = [number for number, line in enumerate(result.said) if "resumed with a changed setting" in line]
     assert len(warned) == 1
-    assert "the script is train.py " in warned[0]
+    assert result.said[warned[0] + 2].split()[1:4] == ["the", "script", "train.py"]
+    assert [[*event["changed"]] for event in result.of("resumed")] == [["the script"]]
 
 
 def test_a_host_with_another_script_is_refused_and_one_with_a_copy_joins(tmp_path: Path, undisturbed) -> None:

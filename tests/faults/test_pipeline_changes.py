@@ -89,7 +89,7 @@ def test_who_has_the_only_copy_hands_it_over_before_it_leaves(
 ) -> None:
     async def meddle(agent: Agent) -> None:
         await training(agent)
-        agent.workers[leaver].ask_to_leave()
+        agent.workers[leaver].tell({"type": "leave"})
 
     more = {"WANTED": "99", "PAUSE": "0.05"}
     result = train(tmp_path, workers=workers, stages=stages, tolerate=0, steps=STEPS, meddle=meddle, **more)
@@ -143,7 +143,7 @@ def test_asked_to_leave_and_killed_in_the_handing_over(tmp_path: Path, whole) ->
 
     async def meddle(agent: Agent) -> None:
         await training(agent, 4)
-        agent.workers["0.1"].ask_to_leave()
+        agent.workers["0.1"].tell({"type": "leave"})
         await asyncio.sleep(0)
 
     saved = {"CHECKPOINT": str(tmp_path / "saved"), "EVERY": "3", "WANTED": "99", "MEDDLE": "copying 0.1"}

@@ -113,7 +113,7 @@ def test_below_the_minimum_by_leaving_they_save_and_say_so(
     async def leave(agent: Agent) -> None:
         await training(agent, 4)
         for worker in ("0.0", "0.2"):
-            agent.workers[worker].ask_to_leave()
+            agent.workers[worker].tell({"type": "leave"})
 
     first = go(tmp_path, "a", every=1000, workers=3, tolerate=0, meddle=leave, steps=LONG, **SLOW, **TIGHT)
     assert first.code == 3

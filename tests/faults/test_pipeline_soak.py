@@ -13,6 +13,7 @@ import pytest
 from tests.faults.judge import PIPELINE, assert_nothing_twice, assert_same, scenarios, train
 from tests.faults.test_pipeline_changes import trains
 from tests.harness import Hosts, Result, launch_hosts, until
+from tests.injected import note
 
 PHASES = ["data", "forward", "backward", "reduce", "vote", "voted", "update", "regroup", "copy", "snapshot", "write"]
 SHAPES: list[dict[str, str]] = [
@@ -90,9 +91,11 @@ async def disturb(hosts: Hosts, rng: random.Random) -> None:
         print(what)
         if what == "join" and len(alive) < 7:
             hosts.start(rng.randint(1, 2))
+            note(what)
         elif what == "leave" and staying and len(alive) > 4:
             left.add(rng.choice(staying))
             hosts.leave(max(left & set(staying)))
+            note(what)
         elif what == "coordinator":
             kill_coordinator(hosts)
         elif what in ("kill", "kill two", "hang") and len(alive) > 2:
@@ -102,9 +105,11 @@ async def disturb(hosts: Hosts, rng: random.Random) -> None:
             for worker in rng.sample(exposed, min(len(exposed), 2 if what == "kill two" else 1)):
                 struck.add(worker.name)
                 os.kill(worker.pid or 0, signal.SIGSTOP if what == "hang" else signal.SIGKILL)
+                note("hang" if what == "hang" else "kill")
 
 
 def kill_coordinator(hosts: Hosts) -> None:
     process = hosts.agents[0].coordinator
     if process is not None and process.returncode is None:
         process.kill()
+        note("kill the coordinator")

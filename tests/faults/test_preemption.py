@@ -383,6 +383,8 @@ def test_a_notice_to_every_process_while_they_start(tmp_path: Path) -> None:
     assert process.wait(60) == TERMINATED
     assert {e["event"] for e in read_events(events)} <= {
         "run",
+        "coordinator",
+        "zygote",
         "host",
         "host-gone",
         "started",

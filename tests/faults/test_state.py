@@ -27,8 +27,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The hash of an undisturbed run on one worker."""
 
     @cache
-    def found(optimizer: str) -> str:
-        return train(tmp_path_factory.mktemp("alone"), workers=1, OPTIMIZER=optimizer).sha256
+    def found(optimizer: str, layer: str = "plain") -> str:
+        return train(tmp_path_factory.mktemp("alone"), workers=1, OPTIMIZER=optimizer, LAYER=layer).sha256
 
     return found
 
@@ -113,19 +113,11 @@ def test_any_buffer_is_equal_on_all_workers_after_a_kill_and_a_join(tmp_path: Pa
     assert differing(result) == set()
 
 
-def test_buffers_that_are_not_restored_are_noticed(tmp_path: Path) -> None:
+def test_buffers_that_are_not_restored_are_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The control of the test above: no later step, and no average of its changes, hides a difference."""
     result = train(tmp_path, SABOTAGE="trace", steps=4, **FAST)
-    assert result.code == 0
-    assert differing(result) >= {"1.average", "1.short", "1.queue"}
-
-
-def test_running_statistics_are_equal_in_pipelines_after_a_kill(tmp_path: Path) -> None:
-    faults = "kill worker=0.1 step=3 phase=backward"
-    result = train(tmp_path, workers=4, faults=faults, STAGES="2", WANTED="4", LAYER="norm", NUMERICS="fast")
-    assert result.code == 0
-    assert len(result.results) == 4
-    assert differing(result) == set()
+    assert result.code == 1
+    assert "workers disagree on 1.average" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -136,4 +128,52 @@ def test_replicas_that_train_apart_end_with_equal_buffers(tmp_path: Path, policy
     result = train(tmp_path, faults=faults, POLICY=policy, WANTED="3", **FAST)
     assert result.code == 0
     assert len(result.of("failure")) == 1
+    assert differing(result) == set()
+
+
+# --- running statistics -------------------------------------------------------------------------------
+
+NORM = {"LAYER": "norm"}
+
+
+@pytest.mark.parametrize(
+    ("phase", "stages"),
+    [
+        ("voted", "1"),
+        ("backward", "2"),
+        *(covered("in the middle and after the vote", phase, stages) for phase in PHASES for stages in ("1", "2")),
+    ],
+)
+def test_running_statistics_are_those_of_one_worker(tmp_path: Path, alone: Any, phase: str, stages: str) -> None:
+    """On four workers, one of which is killed and replaced."""
+    faults = f"kill worker=0.1 step=3 phase={phase}"
+    result = train(tmp_path, workers=4, faults=faults, STAGES=stages, WANTED="4", **NORM)
+    assert result.code == 0
+    assert len(result.results) == 4
+    assert result.sha256 == alone("", "norm")
+    assert differing(result) == set()
+
+
+def test_running_statistics_are_resumed_on_another_layout(tmp_path: Path, alone: Any) -> None:
+    kept = {"CHECKPOINT": str(tmp_path / "kept"), "EVERY": "2", **NORM}
+    assert train(tmp_path / "first", steps=4, **kept).code == 0
+    second = train(tmp_path / "second", workers=2, STAGES="2", **kept)
+    assert second.code == 0
+    assert [e["step"] for e in second.of("resumed")] == [4]
+    assert second.sha256 == alone("", "norm")
+
+
+def test_control_running_statistics_that_are_not_exchanged_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train(tmp_path, SABOTAGE="alone", steps=3, NUMERICS="fast", **NORM)
+    assert result.code == 1
+    assert "workers disagree on 1.0.running_mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numerics", ["exact", covered("the other mode", "fast")])
+def test_replicas_that_train_apart_end_with_equal_running_statistics(tmp_path: Path, numerics: str) -> None:
+    result = train(tmp_path, workers=2, POLICY="LocalSGD(every=3)", NUMERICS=numerics, **NORM)
+    assert result.code == 0
+    assert len(result.results) == 2
     assert differing(result) == set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,11 +16,10 @@ import pytest
 
 from holdfast.cluster.events import read_events
 from tests.faults.test_sweep import assert_nothing_lost
-from tests.harness import TRAIN, Result, collect, launch, wait_until
+from tests.harness import TRAIN, Result, collect, wait_until
 from tests.namespaces import Machines, machines
 
 FLOOD = Path(__file__).with_name("flood.py")
-OWN_SOCKETS = Path(__file__).with_name("own_sockets.py")
 HELD = 1100  # connections of strangers to each port at a time: more than the usual limit of a process's descriptors
 STEPS = 60
 SETTINGS = {"OMP_NUM_THREADS": "1", "HOLDFAST_TRACE": "1", "STEPS": str(STEPS), "WANTED": "99", "PATIENT": "2"}
@@ -64,7 +62,7 @@ def start(machine: Machines, folder: Path, **environment: str) -> subprocess.Pop
 def coordinator_of(machine: Machines) -> int:
     """The process id of the coordinator."""
     for pid in machine.processes(0):
-        if b"holdfast.cluster.coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"holdfast: coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise AssertionError("no coordinator runs")
 
@@ -96,24 +94,8 @@ def test_strangers_at_every_port_before_during_and_after_forming(
     assert_flooded(json.loads((tmp_path / "flood.json").read_text()))
 
 
-def test_the_scripts_own_connections_outlive_the_generations(tmp_path: Path, undisturbed: Any) -> None:
-    """They go to an address where the members are, and are opened all the time: while groups form, too."""
-    faults = "kill worker=0.1 step=8 phase=vote"
-    environment = {"STEPS": "20", "WANTED": "3"}  # it goes on slowly until the replacement is there
-    result = launch(tmp_path, script=OWN_SOCKETS, environment=environment, faults=faults)
-    assert_nothing_lost(result, undisturbed(20))
-    said = "\n".join(result.said)
-    counts = [(int(o), int(n)) for o, n in re.findall(r"own connections: (\d+) opened, (\d+) lost", said)]
-    assert len(counts) == 3, said
-    assert all(opened > 50 and lost == 0 for opened, lost in counts), counts
-    groups = [(int(f), int(w)) for f, w in re.findall(r"groups: (\d+) formed, (\d+) with missing", said)]
-    assert max(formed for formed, _ in groups) >= 3, "before the loss, after it, with the replacement"
-    assert all(wrong == 0 for _, wrong in groups), said
-
-
 def assert_flooded(report: dict[str, dict[str, int]]) -> None:
-    """The strangers did what they could: they were at the coordinator and at the ports of each generation."""
-    at_groups = sorted(report["tries"].values())[:-1]
-    assert len(at_groups) >= 3 + 2, f"the ports of the first group and of later ones: {report}"
-    assert max(at_groups) >= HELD, f"1,100 at one worker's port while it trained: {report}"
-    assert max(report["connected"].values()) > HELD, f"the coordinator accepts, drops, and is asked again: {report}"
+    """The strangers did what they could: they were at the coordinator and at each worker's port."""
+    connected = sorted(report["connected"].values())
+    assert len(connected) >= 1 + 3 + 2, f"the coordinator, the first workers, and those that replaced some: {report}"
+    assert connected[-3] > HELD, f"each accepts, drops, and is asked again: {report}"

@@ -155,7 +155,8 @@ def test_resumed_as_if_nothing_had_happened(tmp_path: Path, resumed: str) -> Non
     whole = train(tmp_path / "a", resumed, model="waves", workers=2, CHECKPOINT=tmp_path / "whole", **saved)
     second = "; ".join(f"kill worker=0.1 step={step} phase=regroup" for step in range(4, 8))
     faults = f"kill worker=0.0 step=6 phase=forward; {second}"
-    cut = train(tmp_path / "b", resumed, model="waves", workers=2, CHECKPOINT=tmp_path / "cut", faults=faults, **saved)
+    saved |= {"CHECKPOINT": tmp_path / "cut", "DURABLE": 4}
+    cut = train(tmp_path / "b", resumed, model="waves", workers=2, faults=faults, **saved)
     assert_good_end(whole)
     assert_good_end(cut)
     assert len(cut.result.of("resumed")) == 1

@@ -166,7 +166,7 @@ def leaving(worker: str, at: int) -> Meddler:
     async def meddle(agent: Agent) -> None:
         path = agent.settings.log_dir / "events.jsonl"
         await until(lambda: path.exists() and count_events(agent, "commit", step=at, worker=worker))
-        agent.workers[worker].ask_to_leave()
+        agent.workers[worker].tell({"type": "leave"})
         await asyncio.sleep(0)
 
     return meddle

@@ -24,6 +24,7 @@ from tests.faults.sync_judge import (
 )
 from tests.faults.test_pipeline_soak import kill_coordinator
 from tests.harness import Hosts, launch_hosts, until
+from tests.injected import note
 
 PHASES = ["data", "forward", "backward", "update", "ballot", "average", "averaged", "vote", "voted", "regroup", "copy"]
 STEPS = 18
@@ -91,9 +92,11 @@ async def disturb(hosts: Hosts, rng: random.Random) -> None:
         print(what)
         if what == "join" and len(alive) < 5:
             hosts.start(1)
+            note(what)
         elif what == "leave" and staying and len(alive) > 3:
             left.add(rng.choice(staying))
             hosts.leave(max(left & set(staying)))
+            note(what)
         elif what == "coordinator":
             kill_coordinator(hosts)
         elif what in ("kill", "hang") and len(alive) > 2:
@@ -102,3 +105,4 @@ async def disturb(hosts: Hosts, rng: random.Random) -> None:
             for worker in rng.sample(exposed, min(len(exposed), 1)):
                 struck.add(worker.name)
                 os.kill(worker.pid or 0, signal.SIGSTOP if what == "hang" else signal.SIGKILL)
+                note("hang" if what == "hang" else "kill")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast
-from holdfast import Data, Numerics, Placement
+from holdfast import Checkpoints, Data, Numerics, Placement
 from holdfast.data.partition import SelDP
 from holdfast.errors import UsageError
 from tests.faults import sync_train
@@ -88,7 +88,7 @@ def test_bad_settings_of_a_policy(text: str) -> None:
     [
         {"placement": Placement(stages=2)},
         {"placement": Placement(stages=[3, 3])},
-        {"log": True, "checkpoint": "saved"},
+        {"checkpoint": Checkpoints(folder="saved", log=True)},
         {"numerics": Numerics(update="eager")},
         {"placement": Placement(memory="2GB")},
         {"placement": Placement(profile="profile.json")},

@@ -15,13 +15,17 @@ from tests.harness import collect
 
 
 def test_two_agents_with_tls_and_others_that_do_not_fit(tmp_path: Path, undisturbed: Any) -> None:
-    """The second host is killed; meanwhile agents with wrong certificates, or none, are sent away in a sentence."""
+    """The second host is killed; meanwhile agents with wrong certificates, or none, are sent away in a sentence.
+
+    Tensors are encrypted too. A machine that would send them in the clear is told so, and nobody else notices it.
+    """
     certificates = standard(tmp_path / "certificates")
     options = ("-n", "2", "--nnodes", "1:3", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    first = start_agent(tmp_path, "first", *options, *certificates.options("head", "ca"))
+    first = start_agent(tmp_path, "first", *options, *certificates.options("head", "ca"), "--tls-tensors")
     wait_for_step(tmp_path, 1, 2)
-    second = start_agent(tmp_path, "second", *options, *certificates.options("other", "ca"))
+    second = start_agent(tmp_path, "second", *options, *certificates.options("other", "ca"), "--tls-tensors")
     wait_for_step(tmp_path, 1, 4)
+    clear = start_agent(tmp_path, "clear", *options, *certificates.options("other", "ca"))
     wrong = {
         "stranger": certificates.options("stranger", "ca"),
         "expired": certificates.options("expired", "ca"),
@@ -30,6 +34,9 @@ def test_two_agents_with_tls_and_others_that_do_not_fit(tmp_path: Path, undistur
     }
     agents = {name: start_agent(tmp_path, name, *options, *more) for name, more in wrong.items()}
     codes = {name: agent.wait(60) for name, agent in agents.items()}
+    assert clear.wait(60) == 3
+    assert "--tls-tensors is not given against given" in clear.stdout
+    assert not collect(tmp_path).of("broken"), "it was not let into a generation in which it could reach nobody"
     second.kill()
     second.wait()
     hurry(tmp_path)
@@ -39,7 +46,9 @@ def test_two_agents_with_tls_and_others_that_do_not_fit(tmp_path: Path, undistur
     assert result.losses == undisturbed(STEPS).losses
     assert codes == dict.fromkeys(wrong, 2)
     said = {name: agent.stderr for name, agent in agents.items()}
-    assert all(text.startswith("holdfast: ") and text.count("\n") == 1 for text in said.values()), said
+    for name, text in said.items():
+        assert text.startswith("holdfast: "), name
+        assert text.count("\n") == 1, name
     assert "it does not accept this machine's certificate: unknown ca" in said["stranger"]
     assert "it does not accept this machine's certificate: certificate expired" in said["expired"]
     assert "its certificate is not accepted" in said["distrustful"]

@@ -8,7 +8,8 @@ from typing import Any
 
 from holdfast.plan.layout import Layout, side_by_side
 from tests.engine.pipelines import lay
-from tests.world.history import LAYERS, Fate, Layouts, Plan, assert_right, happen, strike
+from tests.world.history import LAYERS, Fate, Layouts, Plan, assert_right, happen
+from tests.world.strikes import strike
 from tests.world.world import Process, World
 
 DEAF = 1.0  # simulated seconds: longer than any attempt takes, so all have voted by then, and shorter than a heartbeat
@@ -57,12 +58,21 @@ class History:
         seed: int = 0,
         minimum_hosts: int | None = None,
         fate: Fate | None = None,
+        elected: bool = False,
+        in_rounds: bool = False,
         **settings: Any,
     ) -> None:
         hosts = workers if isinstance(workers, list) else [workers]
         settings.setdefault("stages", 1)
         self.plan = Plan(
-            seed=seed, kind=kind, hosts=hosts, settings=settings, layouts=layouts, minimum_hosts=minimum_hosts
+            seed=seed,
+            kind=kind,
+            hosts=hosts,
+            settings=settings,
+            layouts=layouts,
+            minimum_hosts=minimum_hosts,
+            elected=elected,
+            in_rounds=in_rounds,
         )
         self.world = happen(self.plan, fate or aim(*strikes))
 

@@ -1,4 +1,4 @@
-"""The cluster of a world: a coordinator with the real roster, agents, and workers' lines to it, in simulated time.
+"""The cluster of a world, in simulated time: a coordinator with the real roster, and agents that speak for workers.
 
 Connections to the coordinator are late, keep their order, and may break. A coordinator that crashes comes back with
 a new roster, and everybody connects again.
@@ -6,27 +6,34 @@ a new roster, and everybody connects again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+import torch
+
 from holdfast.cluster import wire
 from holdfast.cluster.client import Stopped
+from holdfast.cluster.desk import COORDINATOR, Desk, Out
 from holdfast.cluster.generations import RosterSettings
+from holdfast.cluster.group import Group
 from holdfast.cluster.membership import Generation, Standing, machine_of, new_incarnation
 from holdfast.cluster.pulse import Still, Where
+from holdfast.cluster.quorum.records import decided_of, decided_text
 from holdfast.cluster.register import EVENTS, HANG_UP
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
-from holdfast.cluster.seat import Next, Over, Seat, Stop, Value
+from holdfast.cluster.seat import Over, Seat, Stop
+from holdfast.cluster.watch import LOOKS
 from holdfast.commit.settle import judge
-from holdfast.errors import Broken, HoldfastError
+from holdfast.errors import HoldfastError
 from tests.world.fibers import Scheduler
 
 HEARTBEAT = 5.0
 STEP_TIMEOUT = "20:60"  # simulated seconds without a sign of progress, in a step and elsewhere
 CROWDED = 0.8  # of the tries to connect fail while strangers flood the coordinator
 PATIENCE = 30.0  # simulated seconds for which a worker waits for a coordinator that is gone
+LOCAL = 0.1  # of what a message takes over the network: from a worker to its agent
 RETRY = 0.05  # simulated seconds between two tries to connect
+ENDING = 100.0  # simulated seconds for a worker that is sent away to end; an hour in real runs
 REPLACE_AFTER = 2.0  # as the agent's REPLACE_AFTER_SECONDS
 
 Message = dict[str, Any]
@@ -34,7 +41,7 @@ Log = Callable[..., None]
 
 
 class Endpoint(Protocol):
-    """The far end of a line: an agent or a worker."""
+    """The far end of a line: an agent."""
 
     def hello(self) -> Message: ...
 
@@ -60,7 +67,7 @@ class Line:
     def _later(self, way: str, callback: Callable[[], None]) -> None:
         scheduler = self._coordinator.scheduler
         self._last[way] = max(self._last[way], scheduler.now + self._coordinator.latency())
-        scheduler.later(self._last[way] - scheduler.now, lambda: self._arrive(callback))
+        scheduler.at(self._last[way], lambda: self._arrive(callback))
 
     def _arrive(self, callback: Callable[[], None]) -> None:
         if self.closed:
@@ -112,9 +119,24 @@ def _copy(message: Message) -> Message:
 
 
 class Coordinator:
-    """Hosts the roster, as ``cluster.coordinator`` does."""
+    """Hosts the roster, as ``cluster.coordinator`` does.
 
-    def __init__(self, scheduler: Scheduler, log: Log, latency: Callable[[], float], **settings: Any) -> None:
+    ``alive``: if it is elected through etcd, gives the numbers of the machines whose agents keep their leases alive.
+    Then generations are kept in etcd, and a coordinator that takes over begins with the newest one.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        log: Log,
+        latency: Callable[[], float],
+        *,
+        alive: Callable[[], set[int]] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._alive = alive
+        self._stored: str | None = None  # the newest generation, as etcd has it
+        self._newest = 0  # the number of the last generation of which nobody was alive
         self.scheduler, self.latency = scheduler, latency
         self._log, self._settings = log, settings
         self._lines: dict[int, Line] = {}
@@ -131,10 +153,19 @@ class Coordinator:
         self.start()
 
     def start(self) -> None:
-        names = {"run": self._run, "life": new_incarnation(), "first_host": 1000 * self._starts}
+        known, alive = None, set() if self._alive is None else self._alive()
+        if self._stored is not None:
+            known = decided_of(self._stored)
+            if not alive.intersection(machine_of(name) for name in known.generation.workers):  # as ``quorum.fence``
+                self._newest = known.generation.number
+                known, self._stored, self._run = None, None, new_incarnation()
+        names: dict[str, Any] = {"run": self._run, "life": new_incarnation(), "first_host": 1000 * self._starts}
+        names |= {"recalls": self._alive is not None, "newest": self._newest}
         settings = RosterSettings(heartbeat_timeout=HEARTBEAT, step_timeout=STEP_TIMEOUT, **names, **self._settings)
         self._starts += 1
         self.roster = Roster(settings, judge=judge, now=self.scheduler.now)
+        if known is not None:
+            self.roster.recall(known, alive)
         self._set_timer()
 
     def crash(self, seconds: float, *, head: bool = False) -> None:
@@ -142,7 +173,7 @@ class Coordinator:
 
         ``head``: its agent is started anew too, and knows nothing of the run.
         """
-        if self.over:
+        if self.over or self.roster is None:
             return
         self._log("coordinator-restart")
         if head:
@@ -151,6 +182,10 @@ class Coordinator:
         for line in list(self._lines.values()):
             line.lose()
         self.scheduler.later(seconds, self.start)
+
+    @property
+    def is_awake(self) -> bool:
+        return self.roster is not None and not self.over and not self._asleep
 
     def sleep(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later: it hears of everything when it wakes up."""
@@ -205,7 +240,11 @@ class Coordinator:
         if self._asleep:
             self._missed += [] if isinstance(event, Tick) else [event]
             return
-        for recipient, message in roster.step(event, self.scheduler.now):
+        before = roster.announced
+        sent = roster.step(event, self.scheduler.now)
+        if self._alive is not None and roster.announced != before and roster.generation is not None:
+            self._stored = decided_text(roster.decided)
+        for recipient, message in sent:
             if recipient == EVENTS:
                 assert message["event"] != "protocol-error", message
                 self._log(**message)
@@ -228,66 +267,46 @@ class Coordinator:
         self.scheduler.later(max(0.0, roster.deadline - self.scheduler.now), tick)
 
 
-class Store:
-    """Where the members of a generation leave their addresses, by way of the coordinator."""
-
-    def __init__(self, scheduler: Scheduler, push: Callable[[str, bytes], None]) -> None:
-        self._scheduler, self._push = scheduler, push
-        self.values: dict[str, bytes] = {}
-        self.closed = False
-
-    def put(self, key: str, value: bytes) -> None:
-        self.values[key] = value
-        self._push(key, value)
-
-    def take(self, key: str) -> bytes:
-        self._scheduler.wait(lambda: key in self.values or self.closed)
-        if key not in self.values:
-            raise Broken("the generation ended while it formed")
-        return self.values[key]
-
-
 class Client:
-    """``Membership`` of a simulated worker: the real ``Seat`` on a simulated line."""
+    """``Membership`` of a simulated worker: the real ``Seat``, which talks to its agent."""
 
-    def __init__(self, process: Any, coordinator: Coordinator, *, name: str, host: str) -> None:
+    def __init__(self, process: Any, agent: Agent, *, name: str, host: str) -> None:
         self.worker = name
-        self.seat = Seat(worker=name, address="", host=host, label={"what": "a world"}, incarnation=new_incarnation())
-        self._process, self._coordinator, self._scheduler = process, coordinator, coordinator.scheduler
-        self._line: Line | None = None
-        self._heard = self._alone_since = 0.0
-        self._stores: dict[int, Store] = {}
-        self._held_back: list[Callable[[], None]] = []  # what came in while the process was stopped
+        self.seat = Seat(worker=name, host=host, label={"what": "a world"}, incarnation=new_incarnation())
+        self._process, self._agent, self._scheduler = process, agent, agent.scheduler
+        self._alone_since = 0.0
+        self._last = {"up": 0.0, "down": 0.0}
+        self._held_back: list[Message] = []  # what came in while the process was stopped
         self._on_break: Callable[[int], None] = lambda number: None
-        self._connect()
+        self._say(self.seat.hello())
         self._beat()
 
-    # --- the line --------------------------------------------------------------------------------
+    # --- the lifeline ----------------------------------------------------------------------------
 
-    @property
-    def machine(self) -> int:
-        return machine_of(self.worker)
+    def _later(self, way: str, callback: Callable[[], None]) -> None:
+        """In order, and much faster than the network."""
+        self._last[way] = max(self._last[way], self._scheduler.now + LOCAL * self._agent.latency())
+        self._scheduler.at(self._last[way], callback)
 
-    def hello(self) -> Message:
-        return self.seat.hello()
+    def _say(self, message: Message) -> None:
+        if not self._process.dead:
+            said = _copy(message)
+            self._later("up", lambda: self._agent.worker_said(self.worker, said))
 
-    def _connect(self) -> None:
-        if self._process.dead or self._line is not None:
-            return
-        if not self._process.frozen:
-            self._line = self._coordinator.connect(self)
-            self._heard = self._scheduler.now
-        if self._line is None:
-            self._scheduler.later(RETRY, self._connect)
+    def tell(self, message: Message) -> None:
+        """The agent says something."""
+        said = _copy(message)
+        self._later("down", lambda: self._hear(said))
+
+    def ended(self, code: int, error: Message | None) -> None:
+        """The process has ended, which its agent sees after all that it has said."""
+        self._later("up", lambda: self._agent.ended(self.worker, code, error))
 
     def _beat(self) -> None:
         if self._process.dead:
             return
-        if not self._process.frozen and self._line is not None:
-            if self._scheduler.now - self._heard > HEARTBEAT:
-                self._line.give_up()
-            else:
-                self._line.send(self.seat.beat() | {"still": self._still().to_json()})
+        if not self._process.frozen:
+            self._say(self.seat.beat() | {"still": self._still().to_json()})
         self._scheduler.later(HEARTBEAT / 5, self._beat)
 
     def _still(self) -> Still:
@@ -296,70 +315,43 @@ class Client:
         where: Where = "wait" if fiber.until is None and not fiber.stuck else "step"
         return Still(where=where, seconds=self._scheduler.now - fiber.since)
 
-    def _send(self, message: Message) -> None:
-        if self._line is not None and not self._process.dead:
-            self._line.send(message)
-
-    def drop_line(self) -> None:
-        """The connection to the coordinator breaks."""
-        if self._line is not None:
-            self._line.lose()
-
-    def end(self) -> None:
-        """The process is gone."""
-        if self._line is not None:
-            self._line.end()
-
-    def disconnected(self) -> None:
-        self._line, self._alone_since = None, self._scheduler.now
-        if self._process.dead:
-            return
-        self._over(self.seat.disconnected())
-        self._scheduler.later(RETRY, self._connect)
-
-    def hear(self, message: Message) -> None:
+    def _hear(self, message: Message) -> None:
         if self._process.dead:
             return
         if self._process.frozen:
-            self._held_back.append(lambda: self.hear(message))
+            self._held_back.append(message)
             return
-        self._heard = self._scheduler.now
+        was_lost = self.seat.coordinator
         news = self.seat.hear(message)
-        if isinstance(news, Next):
-            self._store(news.generation)
-        elif isinstance(news, Value):
-            self._stores[news.generation].values[news.key] = news.value
-        elif isinstance(news, Over):
-            self._over(news)
+        if self.seat.coordinator and not was_lost:
+            self._alone_since = self._scheduler.now
+        if isinstance(news, Over):
+            self._on_break(news.number)
         elif isinstance(news, Stop) and not news.waits:
             self._process.end(news.code)
+        elif isinstance(news, Stop):
+            self._scheduler.later(ENDING, lambda: self._end_at_last(news.code))
+        elif message["type"] == "leave" and self.seat.generation is None:
+            self._process.end(0)
+
+    def _end_at_last(self, code: int) -> None:
+        """The side thread of a worker that was sent away ends it, if it hangs; not if the whole process is stopped."""
+        if not self._process.frozen:
+            self._process.end(code)
 
     def thawed(self) -> None:
         """The process runs again: what came in meanwhile is read now."""
         waiting, self._held_back = self._held_back, []
         for each in waiting:
-            each()
-
-    def _over(self, news: Over | None) -> None:
-        if news is not None:
-            if news.number in self._stores:
-                self._stores[news.number].closed = True
-            self._on_break(news.number)
-
-    def _store(self, generation: Generation) -> Store:
-        if generation.number not in self._stores:
-            self._stores[generation.number] = Store(
-                self._scheduler, lambda key, value: self._send(self.seat.put(generation, key, value))
-            )
-        return self._stores[generation.number]
+            self._hear(each)
 
     # --- the contract ----------------------------------------------------------------------------
 
     def regroup(self, standing: Standing) -> Generation:
         before = self.seat.number
-        self._send(self.seat.show(standing))
+        self._say(self.seat.show(standing))
         self._scheduler.wait(lambda: self.seat.stopped is not None or self.seat.number > before or self._is_alone())
-        if self._is_alone():
+        if self.seat.stopped is None and self.seat.number == before:
             raise HoldfastError("the coordinator is gone")
         if self.seat.stopped is not None:
             raise Stopped(self.seat.stopped.code)
@@ -367,10 +359,10 @@ class Client:
         return self.seat.generation
 
     def _is_alone(self) -> bool:
-        return self._line is None and self._scheduler.now - self._alone_since > PATIENCE
+        return bool(self.seat.coordinator) and self._scheduler.now - self._alone_since > PATIENCE
 
-    def store(self, generation: Generation) -> Store:
-        return self._store(generation)
+    def connect(self, generation: Generation, device: torch.device) -> Group:
+        return self._process.connect(generation)
 
     def on_break(self, callback: Callable[[int], None]) -> None:
         self._on_break = callback
@@ -385,20 +377,25 @@ class Client:
         self.seat.formed()
 
     def progressed(self, generation: Generation, operation: int) -> None:
-        self._send(self.seat.progressed(generation, operation))
+        self._say(self.seat.progressed(generation, operation))
 
     def finished(self) -> None:
-        self._send(self.seat.finished())
+        self._say(self.seat.finished())
+        self._agent.over = max(self._agent.over, self.seat.number)  # as ``lifeline.report`` tells it
 
     def bye(self) -> None:
-        self._send({"type": "bye"})
+        self._say({"type": "bye"})
 
 
 class Agent:
     """One machine: starts workers and replaces lost ones, as ``cluster.agent`` does."""
 
     def __init__(self, world: Any, coordinator: Coordinator, slots: int) -> None:
-        self._world, self._coordinator, self._scheduler = world, coordinator, coordinator.scheduler
+        self._world, self._coordinator, self.scheduler = world, coordinator, coordinator.scheduler
+        self.latency = coordinator.latency
+        self._desk = Desk(beat=HEARTBEAT / LOOKS)
+        self._asleep = False
+        self._missed: list[Callable[[], None]] = []  # what came in while it was asleep
         self.slots, self._serial = slots, 0
         self._line: Line | None = None
         self._incarnation = new_incarnation()
@@ -408,6 +405,7 @@ class Agent:
         self._said_bye = False
         self._trained: set[str] = set()
         self._begun = self._finishing = self.leaving = self._recovered = False
+        self.over = 0
         self._replacements: list[float] = []  # when each is started at the latest
         self._heard = 0.0
         self._connect()
@@ -419,6 +417,10 @@ class Agent:
         return self.code is not None and (self._said_bye or self._coordinator.over)
 
     @property
+    def is_connected(self) -> bool:
+        return self._line is not None
+
+    @property
     def machine(self) -> int | None:
         return self.host
 
@@ -426,50 +428,101 @@ class Agent:
         """Give up a line on which the coordinator has said nothing for long, as ``cluster.agent`` does."""
         if self.is_over:
             return
-        if self._line is not None and self._scheduler.now - self._heard > 3 * HEARTBEAT:
+        if self._line is not None and self.scheduler.now - self._heard > 3 * HEARTBEAT:
             self._line.give_up()
-        self._scheduler.later(HEARTBEAT, self._listen)
+        if self.scheduler.now - self._heard > PATIENCE:
+            self._kill_hung()
+        self.scheduler.later(HEARTBEAT, self._listen)
+
+    def _kill_hung(self) -> None:
+        """The coordinator is gone for good: stopped workers are killed, others that hang end after a day."""
+        for worker in list(self.workers.values()):
+            if worker.frozen or worker.fiber.stuck:
+                worker.kill()
 
     def hello(self) -> Message:
         slots = 0 if self.leaving else self.slots
-        words = {"role": "agent", "host": self.host, "agent": self._incarnation, "slots": slots}
-        return words | {"begun": self._begun, "finished": self._finishing}
+        words = {"host": self.host, "agent": self._incarnation, "slots": slots, "run": True, "stays": False}
+        words |= {"begun": self._begun, "finished": self._finishing, "over": self.over}
+        return words | self._desk.hello(self.scheduler.now)
 
     def _connect(self) -> None:
         if self.is_over:
             return
-        self._line = self._coordinator.connect(self)
-        self._heard = self._scheduler.now
-        if self._line is None and not self._coordinator.over:
-            self._scheduler.later(RETRY, self._connect)
+        if not self._asleep:
+            self._line = self._coordinator.connect(self)
+        if self._line is not None:
+            self._heard = self.scheduler.now
+            self._pass_on(self._desk.line(""))
+        elif not self._coordinator.over:
+            self.scheduler.later(RETRY, self._connect)
+        elif self.host is None:
+            self.code = 2  # it came when all was over
 
     def disconnected(self) -> None:
         self._line = None
-        self._scheduler.later(RETRY, self._connect)
+        self._when_awake(lambda: self._pass_on(self._desk.line("head:1")))
+        self.scheduler.later(RETRY, self._connect)
+
+    def sleep(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later: it passes nothing on meanwhile."""
+        if not self._asleep and self.code is None:
+            self._world.log("dozes", host=self.host, seconds=seconds)
+            self._asleep = True
+            self.scheduler.later(seconds, self._wake)
+
+    def _wake(self) -> None:
+        self._asleep = False
+        missed, self._missed = self._missed, []
+        for each in missed:
+            each()
+
+    def _when_awake(self, callback: Callable[[], None]) -> None:
+        if self._asleep:
+            self._missed.append(callback)
+        else:
+            callback()
+
+    def worker_said(self, name: str, message: Message) -> None:
+        """A worker says something to the coordinator."""
+        if name in self.workers and self.code is None:
+            self._when_awake(lambda: self._pass_on(self._desk.hear(name, message, self.scheduler.now)))
+
+    def _pass_on(self, told: list[Out]) -> None:
+        for recipient, message in told:
+            if recipient == COORDINATOR:
+                self._tell(message)
+            elif recipient in self.workers:
+                self.workers[recipient].client.tell(message)
 
     def _tell(self, message: Message) -> None:
         if self._line is not None:
             self._line.send(message)
 
     def hear(self, message: Message) -> None:
+        self._when_awake(lambda: self._hear(message))
+
+    def _hear(self, message: Message) -> None:
         kind = message["type"]
-        self._heard = self._scheduler.now
+        self._heard = self.scheduler.now
         if self.code is not None:  # its farewell was lost with an earlier coordinator
             self._say_bye()
             return
+        self._pass_on(self._desk.take(message))
         if kind == "welcome":
             self._begun = self._begun or message["begun"]
             if message["finishing"]:
                 self._finish(message["members"])
         if kind == "beat":
-            self._tell({"type": "beat"})
-        elif kind == "welcome" and self.host is None:
+            self._tell({"type": "beat", "starting": {}, "workers": self._desk.beat(self.scheduler.now)})
+        elif kind == "welcome" and self.host is None and self.code is None:
             self.host = message["host"]
             for _ in range(self.slots):
                 self._start()
         elif kind == "generation":
             self._begun = True
-            self._trained.update(member["worker"] for member in message["generation"]["members"])
+            assert self._desk.generation is not None
+            self._trained.update(self._desk.generation.workers)
         elif kind == "recovered":
             self._recovered = True
             self._replace()
@@ -487,6 +540,8 @@ class Agent:
             self._finish()
 
     def _finish(self, members: Collection[str] = ()) -> None:
+        if not self._finishing:
+            self.scheduler.later(ENDING, lambda: self._end(0))
         self._finishing = True
         self._trained.update(members)
         for worker in list(self.workers.values()) if self._trained else ():
@@ -509,8 +564,6 @@ class Agent:
 
     def drop_lines(self) -> None:
         """The network resets all connections of this machine to the coordinator."""
-        for worker in self.workers.values():
-            worker.client.drop_line()
         if self._line is not None:
             self._line.lose()
 
@@ -532,9 +585,7 @@ class Agent:
         self._replacements.clear()
         self._tell({"type": "slots", "slots": 0})
         for worker in self.workers.values():
-            worker.client.seat.leave = True
-            if worker.client.seat.generation is None:
-                worker.end(0)
+            worker.client.tell({"type": "leave"})
         if not self.workers:
             self._end(0)
 
@@ -545,13 +596,18 @@ class Agent:
 
     def ended(self, name: str, code: int, error: Message | None) -> None:
         """One of its workers has ended."""
+        self._when_awake(lambda: self._ended(name, code, error))
+
+    def _ended(self, name: str, code: int, error: Message | None) -> None:
         worker = self.workers.pop(name, None)
         if worker is None:
             return
         report = {"type": "exit", "worker": name, "code": code, "cause": f"ended with {code}", "error": error}
         report["incarnation"] = worker.client.seat.incarnation
         report["finished"] = code == 0 and not self.leaving
-        self._tell(json.loads(json.dumps(report)))
+        report = _copy(report)
+        self._desk.ended(name, report)
+        self._tell(report)
         if error is not None and error["final"] and self._line is None:
             self._end(code)  # without the coordinator nobody else would end the run
             self._said_bye = True
@@ -560,8 +616,8 @@ class Agent:
         if code and not self._finishing and not self.leaving and not self.is_over:
             self._recovered = False
             wait = 0.0 if code == 75 else REPLACE_AFTER
-            self._replacements.append(self._scheduler.now + wait)
-            self._scheduler.later(wait, self._replace)
+            self._replacements.append(self.scheduler.now + wait)
+            self.scheduler.later(wait, self._replace)
         if not self.workers and (self.leaving or self._finishing):
             self._end(0)
         elif not self.workers and not self._replacements:
@@ -569,6 +625,6 @@ class Agent:
 
     def _replace(self) -> None:
         for latest in list(self._replacements):
-            if (self._recovered or self._scheduler.now >= latest) and not self._finishing and not self.is_over:
+            if (self._recovered or self.scheduler.now >= latest) and not self._finishing and not self.is_over:
                 self._replacements.remove(latest)
                 self._start()

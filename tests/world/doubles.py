@@ -20,8 +20,12 @@ class Doubles:
         )
         self.queue = SimpleNamespace(SimpleQueue=self._queue)
         self.time = SimpleNamespace(
-            monotonic=lambda: scheduler.now, time=lambda: scheduler.now + scheduler.set_by, sleep=scheduler.pause
+            monotonic=lambda: scheduler.now, time=lambda: scheduler.now + scheduler.set_by, sleep=self._sleep
         )
+
+    def _sleep(self, seconds: float) -> None:
+        """At least a microsecond: less would not move a clock that shows hours."""
+        self._scheduler.pause(max(seconds, 1e-6))
 
     def _thread(self, *, target: Callable[..., None], args: tuple[Any, ...] = (), name: str = "", **_: Any) -> Any:
         return _Thread(self._scheduler, lambda: target(*args), name)

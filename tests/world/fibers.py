@@ -23,6 +23,13 @@ class Stalled(AssertionError):
     """Everybody waits, and nothing will ever happen."""
 
 
+def locked() -> threading.Lock:
+    """A lock that one thread takes when another has released it: a semaphore of C, faster than Python's own."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Fiber:
     """A thread that runs only when the scheduler says so. ``owner`` is the process that it belongs to."""
 
@@ -34,7 +41,7 @@ class Fiber:
         self.stuck = False  # in a deadlock or an endless loop: it never gets on, while the rest of its process lives
         self.since = scheduler.now  # when it last got on
         self._scheduler, self._work = scheduler, work
-        self._go = threading.Semaphore(0)
+        self._go = locked()
         self.ready: Ready = lambda: True
         self.until: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -73,7 +80,7 @@ class Scheduler:
         self.now = 0.0
         self.set_by = 0.0  # seconds by which the wall clock was set, forward or back
         self.here = threading.local()  # .fiber: the one that runs in this thread
-        self.back = threading.Semaphore(0)
+        self.back = locked()
         self.fibers: list[Fiber] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -90,7 +97,11 @@ class Scheduler:
 
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call back, outside of fibers, after so much simulated time."""
-        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), callback))
+        self.at(self.now + seconds, callback)
+
+    def at(self, when: float, callback: Callable[[], None]) -> None:
+        """Call back, outside of fibers, at that simulated time. Of two at the same time, the first comes first."""
+        heapq.heappush(self._timers, (when, next(self._numbers), callback))
 
     def wait(self, ready: Ready, seconds: float | None = None) -> bool:
         """In a fiber: wait until ``ready()``, or so long; return whether it is."""

@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,40 +18,28 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.errors import HoldfastError
+from holdfast.checkpoint.lease import Superseded
+from holdfast.cluster import talk
+from holdfast.cluster.membership import machine_of
+from holdfast.engine import exchanges
+from holdfast.errors import Drift, HoldfastError
 from holdfast.plan.layout import Layout
 from holdfast.recovery import arrange
-from holdfast.run import run as run_module
+from holdfast.run import process as run_process
+from holdfast.run import training
+from tests.as_loop import AsLoop
 from tests.engine.pipelines import lay
-from tests.world.world import Process, World, inhabited
+from tests.injected import injected
+from tests.world.strikes import FAULTS, is_possible, strike
+from tests.world.world import LIMIT, Outcome, Process, World, inhabited
 
 Fate = Callable[[World, Process, str], None]
 Layouts = Callable[[int, str], Layout]
 
 STEPS = 5
 LAYERS = 4
-FAULTS = (
-    "kill",
-    "kill another",
-    "kill two",
-    "hang",
-    "drop line",
-    "cut",
-    "crash",
-    "slow",
-    "join",
-    "leave",
-    "machine",
-    "lines",
-    "sleep",
-    "pause",
-    "separate",
-    "isolate",
-    "head",
-    "deadlock",
-    "flood",
-    "clock",
-)
+PER_FAULT = 60.0  # simulated seconds more that a history may take for each planned fault
+DAILY = 400  # histories that `make test` lives through
 
 
 def _numbers(seed: int) -> torch.Tensor:
@@ -62,15 +50,16 @@ DATA = TensorDataset(_numbers(1), _numbers(2))
 
 
 class Middle(nn.Module):
-    """A layer of which a part is frozen, with a buffer that is not saved."""
+    """A layer of which a part is frozen, with running statistics, and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trained, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
         self.register_buffer("shift", torch.full((1,), 0.25), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.frozen(self.trained(x) + self.shift).tanh()
+        return self.frozen(self.trained(x) + 0.1 * self.norm(x) + self.shift).tanh()
 
 
 def make_layers() -> list[nn.Module]:
@@ -84,38 +73,79 @@ def make_layers() -> list[nn.Module]:
 def make_run(**settings: Any) -> holdfast.Run:
     """A small run with dropout, clipping and a ragged last batch.
 
-    Takes the settings of a run in short: ``stages``, ``update``, and ``every`` beside ``checkpoint``.
+    Takes the settings of a run in short: ``stages``, ``update``, and ``every`` beside ``checkpoint``. ``loop``: it
+    is written as a ``Loop``.
     """
     update, every = settings.pop("update", "commit"), settings.pop("every", "auto")
     if update != "eager":
         settings.setdefault("clip_norm", 0.3)
-    if "stages" in settings:
-        settings["placement"] = holdfast.Placement(stages=settings.pop("stages"))
+    placed = {name: settings.pop(name) for name in ("stages", "tolerate") if name in settings}
+    settings["placement"] = holdfast.Placement(**placed)
+    log = settings.pop("log", False)
     if "checkpoint" in settings:
-        settings["checkpoint"] = holdfast.Checkpoints(folder=settings["checkpoint"], every=every)
+        settings["checkpoint"] = holdfast.Checkpoints(folder=settings["checkpoint"], every=every, log=log)
     settings["numerics"] = holdfast.Numerics(update=update)
-    return holdfast.Run(
-        layers=make_layers(),
+    make: Any = AsLoop if settings.pop("loop", False) else holdfast.Run
+    settings = {"data": DATA, "layers": make_layers(), **settings}
+    made: holdfast.Run = make(
         loss=nn.functional.mse_loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.1),
-        data=DATA,
         global_batch=6,
         micro_batch=2,
         **settings,
     )
+    return made
 
 
-def script(process: Process, **settings: Any) -> None:
-    """What every worker runs: training with an evaluation in the middle, one at the end, and the hash."""
-    os.environ["HOLDFAST_WORKER"] = process.name
-    run = process.run = make_run(**settings)
-    outcome = process.outcome
+def own_state() -> dict[str, Any]:
+    """The script's own values, of every kind that a joiner takes over in another way."""
+    net = nn.Linear(1, 1).requires_grad_(False)
+    net.load_state_dict({"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
+    return {"count": 0, "seen": [], "mean": torch.zeros(2), "net": net}
+
+
+def change(run: holdfast.Run, value: float) -> None:
+    """Change every value of the script's state: whoever does it once too often, or too seldom, has another hash."""
+    run.state["count"] += 1
+    run.state["seen"].append(value)
+    run.state["mean"].mul_(0.5).add_(value)
+    run.state["net"].bias.add_(value)
+
+
+def train(run: holdfast.Run, outcome: Outcome) -> None:
+    """Train with an evaluation in the middle, one at the end, and the hash."""
     for step in run.steps(STEPS):
         outcome.losses[step.number] = step.loss
         if step.number == 2:
             outcome.values.append(run.evaluate(DATA))
     outcome.values.append(run.evaluate(DATA))
     outcome.sha256 = run.sha256()
+
+
+def train_with_state(run: holdfast.Run, outcome: Outcome) -> None:
+    """Train in two loops, of which the first is left early; with evaluations in, between and after them."""
+    ema = run.ema(0.5) if run.engine.eager is None and run._apart is None else None
+    for step in run.steps(STEPS + 2):
+        outcome.losses[step.number] = step.loss
+        change(run, step.number)
+        if step.number == 1:
+            break
+    change(run, run.evaluate(DATA, weights=ema))
+    for step in run.steps(STEPS):
+        outcome.losses[step.number] = step.loss
+        change(run, step.number)
+        if step.number == 2:
+            outcome.values.append(run.evaluate(DATA, weights=ema))
+    change(run, 0.5)
+    outcome.values.append(run.evaluate(DATA))
+    outcome.sha256 = run.sha256()
+
+
+def script(process: Process, *, own: bool = False, **settings: Any) -> None:
+    """What every worker runs. ``own``: with a state of the script's own."""
+    os.environ["HOLDFAST_WORKER"] = process.name
+    run = process.run = make_run(**settings, **({"state": own_state()} if own else {}))
+    (train_with_state if own else train)(run, process.outcome)
     run.finish()
     run.leave()
     process.client.bye()
@@ -132,7 +162,7 @@ class Expected:
 
 
 @cache
-def expected(eager: bool = False) -> Expected:
+def expected(eager: bool = False, own: bool = False, loop: bool = False) -> Expected:
     torch.set_num_threads(1)
     noted: dict[int, list[int]] = {}
 
@@ -144,12 +174,14 @@ def expected(eager: bool = False) -> Expected:
                 noted[fields["step"]] = fields["samples"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "Events", Notes)
-        patch.setattr(run_module, "_runs", [])
+        patch.setattr(training, "Events", Notes)
+        patch.setattr(run_process, "runs", [])
         patch.setenv("HOLDFAST_TRACE", "1")
-        run = make_run(stages=1, update="eager" if eager else "commit")
-        losses = {step.number: step.loss for step in run.steps(STEPS)}
-        return Expected(losses=losses, value=run.evaluate(DATA), sha256=run.sha256(), samples=noted)
+        settings: dict[str, Any] = {"state": own_state()} if own else {}
+        run = make_run(stages=1, loop=loop, update="eager" if eager else "commit", **settings)
+        outcome = Outcome()
+        (train_with_state if own else train)(run, outcome)
+        return Expected(losses=outcome.losses, value=outcome.values[-1], sha256=outcome.sha256, samples=noted)
 
 
 @dataclass(kw_only=True)
@@ -162,6 +194,8 @@ class Plan:
     settings: dict[str, Any]
     strikes: dict[int, str] = field(default_factory=dict)  # by the number of the fault point, counted over all workers
     minimum_hosts: int | None = None  # machines that the run needs; None: all
+    elected: bool = False  # the coordinator is elected through etcd, and may move
+    in_rounds: bool = False  # votes are exchanged in rounds, as among many workers
     layouts: Layouts | None = None  # in place of the planner: from a number of workers and a seed
 
     @property
@@ -204,11 +238,35 @@ def draw(seed: int, root: Path, *, kind: str | None = None, faults: tuple[str, .
         settings = {"sync": chance.choice(POLICIES)}
         if chance.random() < 0.5:
             settings |= {"checkpoint": root / str(seed), "every": chance.randint(1, 3)}
+    settings["own"] = seed % 2 == 0
+    settings["loop"] = kind in ("replicas", "checkpoints", "apart") and seed % 3 == 1
     count = chance.choice([0, 1, 1, 2, 2, 3, 4])
     points = 30 * sum(hosts) * STEPS // 3
     strikes = {chance.randint(1, points): chance.choice(faults) for _ in range(count)}
+    minimum = None
+    if is_storm(seed):
+        minimum, (hosts, strikes) = 1, storm(chance, faults)
     layouts = random_layout if kind == "layouts" else None
-    return Plan(seed=seed, kind=kind, hosts=hosts, settings=settings, strikes=strikes, layouts=layouts)
+    elected = "fail over" in strikes.values() or seed % 3 == 0
+    more: dict[str, Any] = {"elected": elected, "in_rounds": seed % 4 == 1, "minimum_hosts": minimum}
+    return Plan(seed=seed, kind=kind, hosts=hosts, settings=settings, strikes=strikes, layouts=layouts, **more)
+
+
+def is_storm(seed: int) -> bool:
+    """Whether a history has dozens of faults: few of those of each day, and every second one of a soak."""
+    return seed % 50 == 49 or (seed >= DAILY and seed % 2 == 1)
+
+
+def storm(chance: random.Random, faults: tuple[str, ...]) -> tuple[list[int], dict[int, str]]:
+    """Return machines, and many faults, each soon after the one before: often in the middle of a recovery.
+
+    So much is lost that more machines join than else, and the run needs only one of them.
+    """
+    hosts = [chance.randint(1, 3) for _ in range(chance.randint(1, 4))]
+    hosts[0] += sum(hosts) == 1
+    gaps = [chance.randint(1, chance.choice([4, 10, 30])) for _ in range(chance.randint(15, 60))]
+    drawn = faults + ("join",) * (len(faults) // 7)
+    return hosts, {point: chance.choice(drawn) for point in itertools.accumulate(gaps)}
 
 
 def random_layout(size: int, seed: str) -> Layout:
@@ -240,89 +298,42 @@ def fate_of(plan: Plan) -> Fate:
 
     def fate(world: World, process: Process, phase: str) -> None:
         kind = plan.strikes.get(next(count))
-        if kind is not None:
+        if kind is not None and is_possible(world, process, kind):
             world.log("fault", kind=kind, phase=phase, worker=process.name)
             strike(world, process, kind)
 
     return fate
 
 
-def strike(world: World, process: Process, kind: str) -> None:
-    chance = world.scheduler.chance
-    others = [each for each in world.alive if each is not process]
-    if kind in ("kill another", "kill two", "hang", "deadlock") and others:
-        other = chance.choice(others)
-        {"hang": world.freeze, "deadlock": world.deadlock}.get(kind, Process.kill)(other)
-    if kind in ("kill", "kill two"):
-        process.kill()
-    elif kind == "lines":
-        chance.choice([agent for agent in world.agents if agent.code is None]).drop_lines()
-    elif kind == "sleep":
-        world.coordinator.sleep(chance.uniform(0.5, 20.0))
-    elif kind == "pause" and others:
-        world.pause(chance.choice(others), chance.uniform(0.5, 12.0))
-    elif kind == "machine":
-        there = [agent for agent in world.agents if agent.code is None]
-        if len(there) > 1:
-            chance.choice(there).vanish()
-    elif kind == "head" and len([agent for agent in world.agents if agent.code is None]) > 1:
-        world.restart_head(chance.uniform(0.05, 8.0))
-    elif kind == "flood":
-        world.coordinator.flooded_until = world.scheduler.now + chance.uniform(1.0, 20.0)
-        chance.choice([agent for agent in world.agents if agent.code is None]).drop_lines()
-    elif kind == "clock":
-        world.scheduler.set_by = chance.uniform(-1e9, 1e9)
-    elif kind in ("separate", "isolate"):
-        cut_network(world, kind)
-    elif kind == "drop line":
-        process.client.drop_line()
-    elif kind == "cut":
-        world.cut()
-    elif kind == "crash":
-        world.coordinator.crash(chance.uniform(0.05, 3.0))
-    elif kind == "slow":
-        world.slow_until = world.scheduler.now + 1.0
-    elif kind in ("join", "join one"):
-        world.join(1 if kind == "join one" else chance.randint(1, 2))
-    elif kind == "leave":
-        staying = [agent for agent in world.agents if not agent.is_over]
-        if len(staying) > 1:
-            chance.choice(staying).leave()
-
-
-def cut_network(world: World, kind: str) -> None:
-    """Two machines do not reach each other for a while, or one of them reaches nobody."""
-    chance, hosts = world.scheduler.chance, [a.host for a in world.agents if a.code is None and a.host is not None]
-    if len(hosts) < 2:
-        return
-    one, other = chance.sample(hosts, 2)
-    seconds = chance.uniform(1.0, 25.0)
-    if kind == "separate" or any(process.frozen for process in world.processes):
-        # A stopped process on a machine that never hears of the coordinator again would be there for ever.
-        world.separate(one, other)
-        world.scheduler.later(seconds, lambda: world.reunite(one, other))
-    else:
-        world.isolate(one)
-        world.scheduler.later(seconds, lambda: world.end_isolation(one))
-
-
 lived: list[World] = []  # the last history, for those who want to know what happened in it
 
 
-def happen(plan: Plan, fate: Fate | None = None) -> World:
-    """Live through a history."""
+def happen(plan: Plan, fate: Fate | None = None, *, work: Callable[..., None] = script) -> World:
+    """Live through a history. ``work``: what every worker runs, with the plan's settings."""
 
     def run(process: Process) -> None:
-        script(process, **plan.settings)
+        work(process, **plan.settings)
 
     with pytest.MonkeyPatch.context() as patch:
+        if plan.in_rounds:
+            patch.setattr(talk, "DIRECT", 1)
+            patch.setattr(exchanges, "DIRECT_HOLDERS", 1)
         if plan.layouts is not None:
             patch.setattr(arrange, "lay_out", planner_of(plan.layouts))
-        made = World(plan.seed, run, fate or fate_of(plan), hosts=plan.hosts, minimum_hosts=plan.minimum_hosts)
+        made = World(
+            plan.seed,
+            run,
+            fate or fate_of(plan),
+            hosts=plan.hosts,
+            minimum_hosts=plan.minimum_hosts,
+            elected=plan.elected,
+            limit=LIMIT + PER_FAULT * len(plan.strikes),
+        )
         with inhabited(made) as world:
             try:
                 world.live()
             finally:
+                injected.update(f"simulated: {event['kind']}" for event in world.of("fault"))
                 lived.append(world)
                 del lived[:-1]
     return world
@@ -337,25 +348,35 @@ def assert_right(plan: Plan, world: World) -> bool:
     It may end early only if all copies of a layer were lost, and there was no checkpoint.
     """
     said = f"seed {plan.seed}, {plan.kind}: {[(e['kind'], e['phase'], e['worker']) for e in world.of('fault')]}"
-    right = expected(plan.kind == "eager")
+    right = expected(plan.kind == "eager", plan.settings.get("own", False), plan.settings.get("loop", False))
     finished = [process for process in world.processes if process.outcome.sha256]
     assert_commits(world, right, said)
+    drifts = [error for error in world.errors if isinstance(error, Drift)]
+    assert not drifts, f"{said}: replicas differ: {drifts}"
     crashes = [error for error in world.errors if not isinstance(error, HoldfastError)]
     assert not crashes, f"{said}: scripts failed: {crashes}"
     if not finished:
-        everybody_left = all(agent.leaving or agent.code == 0 for agent in world.agents)
-        if any("hosts for" in event["message"] for event in world.of("stop")):  # it waited for a machine in vain
-            everybody_left = any(agent.leaving or agent.code == -9 for agent in world.agents)
-        assert everybody_left or (not plan.has_checkpoints and is_lost(world)), f"{said}: it ended, and need not have"
+        lost = not plan.has_checkpoints and is_lost(world)
+        assert may_end_early(world, plan) or lost, f"{said}: it ended, and need not have"
         return False
     # A machine that was given up for a moment, and comes back when all is over, finds nobody.
-    errors = [e for e in world.errors if not ("is gone" in str(e) and world.coordinator.over)]
+    members = world.of("generation")[-1]["workers"]
+    alone = [
+        e for e in world.errors if "is gone" in str(e) and (world.coordinator.over or e.__notes__[0] not in members)
+    ]
+    errors = [e for e in world.errors if e not in alone]
+    # One that was given up, and is told so by the folder; the others of its generation hear of it.
+    errors = [e for e in errors if not isinstance(e, Superseded) and "was taken for lost" not in str(e)]
     assert not errors, f"{said}: {errors}"
     exact = plan.kind != "apart" and not any(e["inexact"] for e in world.of("entered"))
     hashes = {process.outcome.sha256 for process in finished}
     assert hashes == ({right.sha256} if exact else hashes), f"{said}: other bits"
-    assert len(hashes) == 1, f"{said}: replicas differ"
-    assert len({process.outcome.values[-1] for process in finished}) == 1, f"{said}: evaluations differ"
+    if not exact:  # replicas that train apart: a worker may end a run that others, who took it for lost, began anew
+        given_up = {event["worker"] for event in world.of("failure")}
+        finished = [process for process in finished if process.name not in given_up] or finished
+    for together in by_run(world, finished):
+        assert len({process.outcome.sha256 for process in together}) == 1, f"{said}: replicas differ"
+        assert len({process.outcome.values[-1] for process in together}) == 1, f"{said}: evaluations differ"
     for process in finished:
         assert max(process.outcome.losses, default=STEPS - 1) == STEPS - 1, f"{said}: {process.name} ended early"
     if exact:
@@ -366,23 +387,87 @@ def assert_right(plan: Plan, world: World) -> bool:
     return True
 
 
+def by_run(world: World, finished: list[Process]) -> Iterable[list[Process]]:
+    """The finished workers by the start of the run that they were in.
+
+    Without etcd, a coordinator that is new, and cannot reach those who train, begins the run once more.
+    """
+    formed: dict[int, int] = {}  # by number: the newest generation's place; numbers may come twice
+    begun: dict[str, int] = {}  # by worker: the generation with which its run began
+    run = 0
+    for place, event in enumerate(world.events):
+        if event["event"] == "generation":
+            formed[event["number"]] = place
+        elif event["event"] == "entered":
+            run = run if event["operation"] else formed[event["generation"]]
+            begun[event["worker"]] = run
+    runs: dict[int, list[Process]] = defaultdict(list)
+    for process in finished:
+        runs[begun[process.name]].append(process)
+    return runs.values()
+
+
+def may_end_early(world: World, plan: Plan) -> bool:
+    """Whether a run that nobody finished did not have to be finished, apart from lost layers."""
+    stops = world.of("stop")
+    if any("hosts for" in event["message"] for event in stops):  # it waited for a machine in vain
+        return any(agent.leaving or agent.code == -9 for agent in world.agents)
+    if any("asked to leave" in event["message"] for event in stops):
+        # But for machines that are lost or kept out, and joiners that the newest coordinator had not heard of.
+        formed = max(place for place, event in enumerate(world.events) if event["event"] == "generation")
+        members = {machine_of(worker) for worker in world.events[formed]["workers"]}
+        members -= {event["host"] for event in world.of("partition")}
+        members -= {event["host"] for event in world.events[formed:] if event["event"] == "host-gone"}
+        return all(agent.leaving or agent.code == -9 for agent in world.agents if agent.host in members)
+    if any(event["code"] == Superseded.exit_code for event in stops) and not plan.elected:
+        # Without etcd, a head that begins anew does not hear of a machine that sleeps. The folder tells it in words
+        # that somebody trains on there, as far as anybody knows.
+        return any(agent.code is None and not agent.is_connected for agent in world.agents)
+    # A machine without a connection to the coordinator cannot be known to be there.
+    came = [a for a in world.agents if a.host is not None and (a.is_connected or a.code is not None)]
+    # One that was silent when the last of the others left as asked finds no coordinator any more. (With etcd it would
+    # be elected itself; this world's role ends with the last agent that is known.)
+    known = {event["host"]: event["event"] for event in world.events if event["event"] in ("host", "host-gone")}
+    left = [agent for agent in came if agent.leaving]
+    came = left + [agent for agent in came if not (left and known.get(agent.host) == "host-gone")]
+    return all(agent.leaving or agent.code in (0, -9) for agent in came)
+
+
 def assert_commits(world: World, right: Expected, said: str) -> None:
     """Every worker commits one step after the other, none twice."""
-    steps: dict[str, list[int]] = defaultdict(list)
-    for event in world.of("commit"):
-        steps[event["worker"]].append(event["step"])
-    for worker, committed in steps.items():
+    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+    lives: dict[str, int] = defaultdict(int)  # an agent that was started anew gives its workers the same names again
+    for event in world.events:
+        if event["event"] == "exit-of":
+            lives[event["worker"]] += 1
+        elif event["event"] == "commit":
+            steps[event["worker"], lives[event["worker"]]].append(event["step"])
+    for (worker, _), committed in steps.items():
         assert committed == list(range(committed[0], committed[0] + len(committed))), f"{said}: {worker} {committed}"
 
 
 def assert_samples(world: World, right: Expected, said: str) -> None:
     """The generation that voted last for a step has used each of its samples once."""
     votes: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for event in world.of("vote"):
-        votes[event["step"]][event["generation"]] += event["samples"]
+    formed: dict[int, int] = {}  # a number may come twice: its first generation was that of a head that was lost whole
+    for place, event in enumerate(world.events):
+        if event["event"] == "generation":
+            formed[event["number"]] = place
+        elif event["event"] == "vote":
+            votes[event["step"]][formed[event["generation"]]] += event["samples"]
     for step, by_generation in votes.items():
         used = by_generation[max(by_generation)]
         assert sorted(used) == sorted(right.samples[step]), f"{said}: step {step} used {used}"
+
+
+def holders_in(world: World, generation: int) -> dict[int, set[str]]:
+    """The workers that got each layer in a generation. One that broke while it formed may lack some."""
+    holders: dict[int, set[str]] = defaultdict(set)
+    for event in world.of("layout"):
+        if event["generation"] == generation and "first" in event:
+            for layer in range(event["first"], event["stop"]):
+                holders[layer].add(event["worker"])
+    return holders
 
 
 def is_lost(world: World) -> bool:
@@ -396,10 +481,8 @@ def is_lost(world: World) -> bool:
     if not committed:
         begun = any(process.run is not None and process.run._cohort.begun for process in world.processes)
         unsure = begun or bool(world.of("coordinator-restart"))
-        return unsure and {*world.of("generation")[-1]["workers"]} <= gone
-    holders: dict[int, set[str]] = defaultdict(set)
-    for event in world.of("layout"):
-        if event["generation"] == max(committed) and "first" in event:
-            for layer in range(event["first"], event["stop"]):
-                holders[layer].add(event["worker"])
+        return unsure and {*(world.of("generation") or [{"workers": ()}])[-1]["workers"]} <= gone
+    number, layers = max(committed), max(event["stop"] for event in world.of("layout") if "stop" in event)
+    while number and len(holders := holders_in(world, number)) < layers:
+        number -= 1  # some rolled a step of an older generation forward, in which they have their layers
     return any(workers <= gone for workers in holders.values())

@@ -37,7 +37,16 @@ def test_one_worker_killed_in_a_step(phase: str) -> None:
             assert len(history.finished) >= 3
 
 
-@pytest.mark.parametrize("phase", ["regroup", "layout", "copy"])
+@pytest.mark.parametrize("phase", ["reduce", "vote", "voted"])
+def test_one_worker_killed_while_votes_go_in_rounds(phase: str) -> None:
+    """Five workers: the fifth gives its ballot to the first, and gets the sum from it."""
+    for worker in ("0.0", "0.2", "0.4"):
+        history = History((worker, phase, 3), workers=5, in_rounds=True)
+        assert history.judge()
+        assert len(history.finished) >= 4
+
+
+@pytest.mark.parametrize("phase", ["regroup", "enter", "layout", "copy"])
 def test_one_more_killed_in_the_recovery(phase: str) -> None:
     """The second loss hits those who are just recovering: it may be that of the last copy."""
     struck = ended = 0
@@ -127,7 +136,7 @@ def test_control_a_vote_that_is_rolled_forward_though_nobody_has_committed(monke
 
     monkeypatch.setattr(cohort_module.Cohort, "_take_sides", take_sides)
     with pytest.raises(AssertionError):
-        History(*votes("0123", 2)).judge()
+        assert History(*votes("0123", 2)).judge(), "the workers themselves notice that they differ"
 
 
 def test_old_copies_do_not_come_back_if_the_next_generation_breaks_too() -> None:
@@ -189,7 +198,12 @@ def test_workers_join_and_leave() -> None:
         if phase == "data" and process.run is not None and process.run.step == 3:
             world.agents[0].leave()
 
-    history = History(workers=2, fate=fate, layouts=random_layout)
+    def places(size: int, seed: str) -> Any:
+        """A pipeline of the first two; whoever joins holds all layers, so that the others can go."""
+        whole = [([worker], [4]) for worker in range(0 if size == 1 else 2, size)]
+        return lay(*([([0, 1], [2, 2])] if size > 1 else []), *whole, size=size)
+
+    history = History(workers=2, fate=fate, layouts=places)
     assert history.judge()
     assert history.of("joins")
     assert not history.of("failure")

@@ -12,40 +12,62 @@ import pytest
 
 from holdfast.cluster.generations import Generations
 from holdfast.engine.engine import Engine
+from holdfast.engine.script_state import ScriptState
+from holdfast.run.loops import Loops
 from holdfast.sync.driver import Driver
 from holdfast.sync.run_training import RunTraining
 from tests.conftest import FEW
+from tests.world.aimed import History
 from tests.world.fibers import Stalled
-from tests.world.history import FAULTS, KINDS, POLICIES, Plan, assert_right, draw, happen
+from tests.world.history import DAILY, KINDS, POLICIES, Plan, assert_right, draw, happen, is_storm
+from tests.world.strikes import FAULTS
 
-HISTORIES = 520
 CHUNK = 20
+FOUND = (
+    2966,  # a worker in its first step went on with its own state where others had trained and saved
+    6600,  # nobody heard that units were taken back on all workers, if that came to light in two generations
+    5367,  # the same, with joiners
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "first" in metafunc.fixturenames:
         chosen, soak = metafunc.config.getoption("--history"), metafunc.config.getoption("--soak")
-        total = HISTORIES if soak <= FEW else max(HISTORIES, soak)
+        total = DAILY if soak <= FEW else max(DAILY, soak)
         chunks = [(n, min(CHUNK, total - n)) for n in range(0, total, CHUNK)] if chosen is None else [(chosen, 1)]
         metafunc.parametrize(("first", "count"), chunks, ids=[f"{n}-{n + count - 1}" for n, count in chunks])
 
 
 def test_every_history_ends_right(tmp_path: Path, first: int, count: int) -> None:
-    """Also the control: not all of them are easy, and not all are losses."""
+    """Also the control: not all of each day's are easy, and not all are losses."""
     ended = survived = 0
+    wrong: list[Exception] = []
     for seed in range(first, first + count):
         plan = draw(seed, tmp_path)
-        world = happen(plan)
-        ended += assert_right(plan, world)
-        survived += bool(world.of("failure"))
-    if count == CHUNK:
+        try:
+            world = happen(plan)
+            ended += assert_right(plan, world)
+            survived += bool(world.of("failure"))
+        except Exception as e:
+            e.add_note(f"again: pytest tests/world --history {seed}")
+            wrong.append(e)
+    if wrong:
+        raise wrong[0] if len(wrong) == 1 else ExceptionGroup("several histories", wrong)
+    if count == CHUNK and first < DAILY:
         assert ended > CHUNK / 2
         assert survived > CHUNK / 5
 
 
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_history_of_a_soak_that_has_found_something(tmp_path: Path, seed: int) -> None:
+    plan = draw(seed, tmp_path)
+    assert assert_right(plan, happen(plan))
+
+
 def test_histories_are_of_every_kind(tmp_path: Path) -> None:
-    plans = [draw(seed, tmp_path) for seed in range(HISTORIES)]
+    plans = [draw(seed, tmp_path) for seed in range(DAILY)]
     assert {plan.kind for plan in plans} == {*KINDS}
+    assert any(is_storm(plan.seed) and len(plan.strikes) > 20 for plan in plans)
     assert {fault for plan in plans for fault in plan.strikes.values()} == {*FAULTS}
     assert {repr(plan.settings["sync"]) for plan in plans if plan.kind == "apart"} == {*map(repr, POLICIES)}
 
@@ -58,8 +80,8 @@ def test_the_same_seed_gives_the_same_history(tmp_path: Path, kind: str) -> None
 
 
 def without_paths(world: Any) -> list[Any]:
-    """All that happened, but for what names a folder or counts real seconds."""
-    hidden = ("path", "seconds", "bytes")
+    """All that happened, but for what names a folder or counts real seconds, also as bytes that are sent."""
+    hidden = ("path", "seconds", "bytes", "total")  # a joiner is told rows of the journal, with their times
     return [{key: value for key, value in event.items() if key not in hidden} for event in world.events]
 
 
@@ -90,10 +112,13 @@ def test_control_an_update_that_is_made_twice(tmp_path: Path, monkeypatch: pytes
     assert finds(tmp_path, AssertionError, histories=3)
 
 
-def test_control_a_roster_that_calls_nobody_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by progress: the history stalls."""
-    monkeypatch.setattr(Generations, "_call_back", lambda roster, names: None)
-    assert finds(tmp_path, Stalled, histories=120)
+def test_control_a_roster_that_calls_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by progress: all wait for the last one, who would have called them and was lost before it could."""
+    strikes = (("0.0", "vote", 3), ("0.3", "enter", 2))
+    assert History(*strikes).judge()
+    monkeypatch.setattr(Generations, "_call_back", lambda roster: None)
+    with pytest.raises(Stalled):
+        History(*strikes).judge()
 
 
 def test_control_a_sender_that_does_not_wait_for_the_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +166,14 @@ def test_control_a_replica_that_counts_a_step_twice(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(RunTraining, "_apply", apply)
     assert finds(tmp_path, AssertionError, kind="apart", histories=5)
+
+
+def test_control_a_joiner_that_keeps_its_first_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptState, "catch_up", lambda state, **more: None)
+    assert finds(tmp_path, AssertionError, histories=60)
+
+
+def test_control_a_joiner_that_enters_a_loop_which_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have left their first loop early: a joiner that trains in it does other things than they do."""
+    monkeypatch.setattr(Loops, "is_left", lambda loops, loop: False)
+    assert finds(tmp_path, AssertionError, kind="checkpoints", histories=60)

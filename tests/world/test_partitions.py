@@ -11,7 +11,8 @@ import pytest
 from holdfast.cluster.generations import Generations
 from holdfast.cluster.membership import machine_of
 from tests.world.aimed import History, one_pipeline
-from tests.world.history import Fate
+from tests.world.history import STEPS, Fate
+from tests.world.strikes import strike
 from tests.world.world import Process, World
 
 NEVER = 10_000.0  # simulated seconds: longer than any history
@@ -140,3 +141,25 @@ def test_control_without_a_choice_of_sides_a_partition_ends_the_run(monkeypatch:
     assert not history.finished
     (stop,) = history.of("stop")
     assert "could not work together" in stop["message"]
+
+
+def test_a_machine_that_missed_all_of_the_training_begins_where_the_checkpoint_is(tmp_path: Path) -> None:
+    """It was in its first step when it was cut off. The others have trained to the end, saved, and are gone."""
+
+    def fate(world: World, process: Process, phase: str) -> None:
+        alone = f"{world.agents[0].host}.0"
+        if (process.name == alone and phase == "backward" and not world.of("isolated")) or (
+            process.name != alone and phase == "vote" and len(world.of("checkpoint")) == 3 and not world.of("crash")
+        ):
+            kind = "crash" if world.of("isolated") else "partition"
+            world.log("fault", kind=kind, phase=phase, worker=process.name)
+            if kind == "partition":
+                isolate(0, 20.0)(world)
+            else:
+                world.log("crash")
+                strike(world, process, "crash")  # the next coordinator does not know that the others have ended well
+
+    settings = {"checkpoint": tmp_path / "saved", "every": 1, "own": True}
+    history = History(workers=[1, 2], fate=fate, minimum_hosts=1, **settings)
+    assert history.judge()
+    assert [event["step"] for event in history.world.of("resumed")] == [STEPS] * 2, "it was started anew"

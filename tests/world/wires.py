@@ -1,13 +1,14 @@
 """Connections between the workers of one generation: late, in order, and broken at any byte.
 
-The real ``Group`` runs on top; this is what Gloo is in a real run. What is sent is copied when it *arrives*, so a
-sender that writes into it too early is found out by the hash.
+The real ``Group`` runs on top; this is what ``cluster.links`` is in a real run. What is sent is copied when it
+*arrives*, so a sender that writes into it too early is found out by the hash. A connection is made when it is first
+used; of two members the one with the higher rank calls.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Stream:
             return
         self._under_way.append((tag, tensor))
         self._last = max(self._last, self._scheduler.now + self._latency())
-        self._scheduler.later(self._last - self._scheduler.now, self._arrive)
+        self._scheduler.at(self._last, self._arrive)
 
     def _arrive(self) -> None:
         if self.closed or not self._under_way:
@@ -61,20 +62,53 @@ class Stream:
         self._boxes.clear()
         self._scheduler.later(seconds, self._close)
 
+    def never_connect(self) -> None:
+        """Nothing arrives, and nobody is told: the call is not answered."""
+        self._lost = 0
+
     def _close(self) -> None:
         self.closed = True
         self._under_way.clear()
 
 
 class Wires:
-    """All connections of one generation."""
+    """All connections of one generation.
 
-    def __init__(self, scheduler: Scheduler, size: int, latency: Callable[[], float]) -> None:
-        self.scheduler = scheduler
-        self.streams = {(a, b): Stream(scheduler, latency) for a in range(size) for b in range(size) if a != b}
+    ``reaches(caller, called)``: whether the machine of a rank answers another's calls, and there is somebody to take
+    them. ``unanswered(caller, called)`` is told of a call that nobody takes.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        latency: Callable[[], float],
+        *,
+        reaches: Callable[[int, int], bool],
+        unanswered: Callable[[int, int], None],
+    ) -> None:
+        self.scheduler, self._latency = scheduler, latency
+        self._reaches, self._unanswered = reaches, unanswered
+        self._left: set[int] = set()  # ranks that have given the generation up, or are dead
+        self.streams: dict[tuple[int, int], Stream] = {}
+
+    def stream(self, sender: int, receiver: int) -> Stream:
+        """What one rank sends another; the two are connected if they were not."""
+        if (sender, receiver) not in self.streams:
+            caller, called = max(sender, receiver), min(sender, receiver)
+            reached = self._reaches(caller, called)
+            for way in ((sender, receiver), (receiver, sender)):
+                self.streams[way] = Stream(self.scheduler, self._latency)
+                if self._left.intersection(way):
+                    self.streams[way].break_off()
+                elif not reached:
+                    self.streams[way].never_connect()
+            if not reached:
+                self._unanswered(caller, called)
+        return self.streams[sender, receiver]
 
     def leave(self, rank: int) -> None:
         """A worker gives the generation up, or is dead: all of its connections end, both ways."""
+        self._left.add(rank)
         for (sender, receiver), stream in self.streams.items():
             if rank in (sender, receiver):
                 stream.break_off()
@@ -92,11 +126,13 @@ class Wires:
 
 
 class Backend:
-    """What a ``Group`` asks of Gloo."""
+    """What a ``Group`` asks of its links."""
 
     def __init__(self, wires: Wires, rank: int, owner: Any) -> None:
         self._wires, self._rank, self._owner = wires, rank, owner
         self._aborted = False
+        self.unreached: tuple[str, ...] = ()
+        self.refused: tuple[str, ...] = ()
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         (tensor,) = tensors
@@ -105,13 +141,13 @@ class Backend:
             raise Killed
         if self._aborted:
             raise RuntimeError("the connection is closed")
-        self._wires.streams[self._rank, peer].send(tag, tensor)
-        return tensor  # kept alive by the group, as Gloo's work would
+        self._wires.stream(self._rank, peer).send(tag, tensor)
+        return tensor  # kept alive by the group
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Receive:
         (tensor,) = tensors
         assert tensor.is_contiguous()
-        return Receive(self, self._wires.streams[peer, self._rank], tensor, tag)
+        return Receive(self, self._wires.stream(peer, self._rank), tensor, tag)
 
     def abort(self) -> None:
         if not self._aborted:
@@ -133,22 +169,10 @@ class Receive:
     def __init__(self, backend: Backend, stream: Stream, room: torch.Tensor, tag: int) -> None:
         self._backend, self._stream, self._room, self._tag = backend, stream, room, tag
 
-    def wait(self, over: Callable[[], bool]) -> None:
+    def wait(self) -> None:
         stream, tag = self._stream, self._tag
-        self._backend.scheduler.wait(lambda: stream.has(tag) or stream.closed or self._backend.aborted or over())
+        self._backend.scheduler.wait(lambda: stream.has(tag) or stream.closed or self._backend.aborted)
         if not stream.has(tag) or self._backend.aborted:
             raise RuntimeError("the connection is closed")
         with torch.no_grad():
             self._room.copy_(stream.take(tag).view_as(self._room))
-
-
-def wait_for(works: Iterable[Any], *, failed: Callable[[Exception], None], over: Callable[[], bool]) -> None:
-    """As ``cluster.waiter.wait_for``, without its thread."""
-    try:
-        for work in works:
-            try:
-                work.wait(over)
-            except RuntimeError as e:
-                failed(e)
-    except Exception as e:
-        failed(e)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast.cluster import faults
-from holdfast.cluster import group as group_module
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.group import Group
-from holdfast.cluster.membership import Generation, machine_of
-from holdfast.commit import cohort as cohort_module
+from holdfast.cluster.links.call import REFUSED_SECONDS
+from holdfast.cluster.membership import Generation, Member, machine_of
 from holdfast.engine import reduce
-from holdfast.errors import Broken, HoldfastError
+from holdfast.errors import HoldfastError
+from holdfast.journal import journal
 from holdfast.log import log
 from holdfast.recovery import arrange, fence
-from holdfast.run import reports, saver
-from holdfast.run import run as run_module
+from holdfast.run import label, reports, saver, training
+from holdfast.run import process as run_process
 from holdfast.run.run import Run
 from holdfast.sync import exchange, ssp
 from tests.world import wires
@@ -30,7 +30,7 @@ from tests.world.doubles import Doubles
 from tests.world.fibers import Killed, Scheduler
 
 SILENCE = 15.0  # simulated seconds after which a machine that does not answer counts as gone, as in ``cluster.silence``
-LIMIT = 600.0  # simulated seconds that any history may take
+LIMIT = 600.0  # simulated seconds that a history may take
 COMPUTE = 0.004  # simulated seconds, on average, from one fault point to the next
 
 
@@ -53,7 +53,7 @@ class Process:
         self._world, self._agent = world, agent
         self.run: Run | None = None
         self.fiber = world.scheduler.spawn(name, self._live, self)
-        self.client = Client(self, world.coordinator, name=name, host=str(agent.host))
+        self.client = Client(self, agent, name=name, host=str(agent.host))
 
     def _live(self) -> None:
         code, error = 1, None
@@ -67,10 +67,14 @@ class Process:
         except HoldfastError as e:
             error = {"text": f"holdfast: {e}", "code": e.exit_code, "final": True}
             code = e.exit_code
+            e.add_note(self.name)
             self._world.errors.append(e)
         except BaseException as e:
             self._world.errors.append(e)
         self.end(code, error)
+
+    def connect(self, generation: Generation) -> Group:
+        return self._world.connect(generation, self)
 
     def vanish(self) -> None:
         """Gone with its machine. If it runs at the moment, it ends at its next fault point."""
@@ -92,8 +96,7 @@ class Process:
         for fiber in self._world.scheduler.fibers:
             if fiber.owner is self and fiber is not self._world.scheduler.current:
                 fiber.doomed = True
-        self.client.end()
-        self._world.scheduler.later(self._world.latency(), lambda: self._agent.ended(self.name, code, error))
+        self.client.ended(code, error)
         current = self._world.scheduler.current
         if current is not None and current.owner is self and code and struck:
             raise Killed
@@ -111,24 +114,36 @@ class World:
         hosts: list[int],
         minimum_hosts: int | None = None,
         maximum_hosts: int = 8,
+        elected: bool = False,
+        limit: float = LIMIT,
     ) -> None:
+        """Make it, with agents on these machines.
+
+        ``limit``: simulated seconds that it may take. ``elected``: the coordinator is a role, which goes to
+        another machine when its own is lost.
+        """
         self.scheduler = Scheduler(seed)
         self.script, self.fate = script, fate
         self.events: list[dict[str, Any]] = []
         self.errors: list[BaseException] = []
         self.processes: list[Process] = []
         self.slow_until = 0.0
-        self._wires: dict[int, wires.Wires] = {}
+        self._wires: dict[str, wires.Wires] = {}  # by the generation's name: two coordinators may give the same number
         self._separated: set[frozenset[int]] = set()  # pairs of machines that do not reach each other
         self.generations: dict[int, Generation] = {}  # those that began to form, by number
+        self._named: dict[str, Generation] = {}
+        self.elected, self._limit = elected, limit
+        self.agents: list[Agent] = []
         self.coordinator = Coordinator(
             self.scheduler,
             self.log,
             self.latency,
+            alive=self._living if elected else None,
             minimum_hosts=len(hosts) if minimum_hosts is None else minimum_hosts,
             maximum_hosts=maximum_hosts,
         )
-        self.agents = [Agent(self, self.coordinator, slots) for slots in hosts]
+        self.agents += [Agent(self, self.coordinator, slots) for slots in hosts]
+        self.holder = self.agents[0]  # the machine of the coordinator
 
     # --- what happens in it ----------------------------------------------------------------------
 
@@ -167,6 +182,21 @@ class World:
         self.coordinator.crash(seconds, head=True)
         head.vanish()
         self.scheduler.later(seconds, lambda: self.agents.append(Agent(self, self.coordinator, head.slots)))
+
+    def _living(self) -> set[int]:
+        """The machines whose agents live."""
+        return {agent.host for agent in self.agents if agent.code is None and agent.host is not None}
+
+    def fail_over(self, seconds: float) -> None:
+        """The coordinator's machine is lost with it. When its lease has run out, another takes the role."""
+        there = [agent for agent in self.agents if agent.code is None and agent is not self.holder]
+        if not there or self.coordinator.roster is None or self.coordinator.over:
+            return
+        self.log("fail-over", host=self.holder.host, seconds=seconds)
+        self.coordinator.crash(seconds)
+        if self.holder.code is None:
+            self.holder.vanish()
+        self.holder = self.scheduler.chance.choice(there)
 
     @property
     def process(self) -> Process:
@@ -212,28 +242,57 @@ class World:
             raise Killed
         self.scheduler.pause(self.scheduler.chance.expovariate(1 / COMPUTE))
 
-    def connect(self, generation: Generation, worker: str, store: Any, device: torch.device) -> Group:
-        """As ``group.form``: everybody shows its address, then all are connected."""
-        rank, size = generation.rank_of(worker), len(generation.members)
-        self.generations[generation.number] = generation
-        if store is None:
+    def connect(self, generation: Generation, process: Process) -> Group:
+        """As ``Client.connect``: connections are made when they are used."""
+        rank, name = generation.rank_of(process.name), generation.name
+        self.generations[generation.number] = self._named[name] = generation
+        if len(generation.members) == 1:
             return Group(generation, rank)
-        store.put(f"address of {rank}", b"here")
-        for other in range(size):
-            store.take(f"address of {other}")
-        self._call(generation, rank, store)
-        number = generation.number
-        if number not in self._wires:
-            self._wires[number] = wires.Wires(self.scheduler, size, self.latency)
-        return Group(generation, rank, wires.Backend(self._wires[number], rank, self.process))
+        if name not in self._wires:
+            self._wires[name] = wires.Wires(
+                self.scheduler,
+                self.latency,
+                reaches=lambda caller, called: self._is_reached(generation.members[caller], generation.members[called]),
+                unanswered=lambda caller, called: self._not_answered(generation, caller, called),
+            )
+        return Group(generation, rank, wires.Backend(self._wires[name], rank, process))
+
+    def _is_reached(self, caller: Member, called: Member) -> bool:
+        dead = {process.client.seat.incarnation for process in self.processes if process.dead}
+        lost = dead.intersection((caller.incarnation, called.incarnation))
+        return not lost and not self._unreached(caller.worker, [called.worker])
+
+    def _not_answered(self, generation: Generation, caller: int, called: int) -> None:
+        """A machine does not answer for a heartbeat, or refuses for a second: ``cluster.links.call`` notices."""
+        name, other = generation.workers[caller], generation.workers[called]
+        silent = bool(self._unreached(name, [other]))
+
+        def notice() -> None:
+            for process in self.alive:
+                group = self._group_of(process)
+                if process.name == name and group is not None and group.generation.name == generation.name:
+                    setattr(group._backend, "unreached" if silent else "refused", (other,))
+                    group.abort(f"{other} cannot be reached")
+
+        self.scheduler.later(HEARTBEAT if silent else REFUSED_SECONDS, notice)
+
+    def _group_of(self, process: Process) -> Group | None:
+        """The group that a process is in, if it has others in it and is not aborted."""
+        group = None if process.run is None else process.run._cohort.group
+        return None if group is None or group._backend is None or group._backend.aborted else group
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether workers of the newest generation are connected."""
+        return bool(self._wires) and bool(self._wires[next(reversed(self._wires))].streams)
 
     def cut(self) -> None:
         """The connection between two workers of the newest generation breaks."""
-        if self._wires:
-            number = max(self._wires)
-            a, b = self.scheduler.chance.choice(list(self._wires[number].streams))
-            self.log("cut", generation=number, ranks=[a, b])
-            self._wires[number].cut(a, b)
+        if self.can_cut:
+            newest = next(reversed(self._wires))
+            a, b = self.scheduler.chance.choice(list(self._wires[newest].streams))
+            self.log("cut", generation=self._named[newest].number, ranks=[a, b])
+            self._wires[newest].cut(a, b)
 
     # --- partitions ------------------------------------------------------------------------------
 
@@ -241,8 +300,8 @@ class World:
         """Two machines, by number, do not reach each other any more. Nothing is closed."""
         self.log("separated", hosts=[one, other])
         self._separated.add(frozenset({one, other}))
-        for number, streams in self._wires.items():
-            workers = self.generations[number].workers
+        for name, streams in self._wires.items():
+            workers = self._named[name].workers
             for (a, b), stream in streams.streams.items():
                 if self._unreached(workers[a], [workers[b]]):
                     stream.fall_silent(SILENCE)
@@ -251,11 +310,14 @@ class World:
     def _notice_silence(self) -> None:
         """As ``cluster.silence`` does: the kernel of a machine has not answered for too long."""
         for process in self.alive:
-            group = None if process.run is None else process.run._cohort.group
-            if group is not None and group._backend is not None and not group._backend.aborted:
-                group.unreached = self._unreached(process.name, group.generation.workers)
-                if group.unreached:
-                    group.abort("a machine has not answered")
+            group = self._group_of(process)
+            if group is None:
+                continue
+            streams = self._wires[group.generation.name].streams
+            linked = [group.generation.workers[other] for rank, other in streams if rank == group.rank]
+            group._backend.unreached = self._unreached(process.name, linked)
+            if group.unreached:
+                group.abort("a machine has not answered")
 
     def reunite(self, one: int, other: int) -> None:
         """Two machines reach each other again, with new connections."""
@@ -279,26 +341,20 @@ class World:
         machine = machine_of(worker)
         return tuple(other for other in others if frozenset({machine, machine_of(other)}) in self._separated)
 
-    def _call(self, generation: Generation, rank: int, store: Any) -> None:
-        """Connect to the members of lower rank, as Gloo does; the others call this one."""
-        workers = generation.workers
-        if self._unreached(workers[rank], workers):
-            called = self._unreached(workers[rank], workers[:rank])
-            self.scheduler.wait(lambda: store.closed, HEARTBEAT if called else 60.0)
-            raise Broken("some cannot be reached", unreached=() if store.closed else called)
-
     def deafen(self, process: Process, seconds: float) -> None:
         """A worker's messages still arrive, and none arrives at it; so much later it notices."""
         group = None if process.run is None else process.run._cohort.group
         if group is not None and group.size > 1:
-            self._wires[group.generation.number].deafen(group.rank, seconds)
+            self._wires[group.generation.name].deafen(group.rank, seconds)
 
     # --- its life --------------------------------------------------------------------------------
 
     def live(self) -> World:
         """Go on until all agents have ended, or the roster has."""
         try:
-            self.scheduler.run(lambda: all(agent.is_over for agent in self.agents) or self._is_over(), limit=LIMIT)
+            self.scheduler.run(
+                lambda: all(agent.is_over for agent in self.agents) or self._is_over(), limit=self._limit
+            )
         finally:
             self.scheduler.clean_up()
         for fiber in self.scheduler.fibers:
@@ -307,6 +363,8 @@ class World:
         return self
 
     def _is_over(self) -> bool:
+        if all(agent.is_over for agent in self.agents):
+            return True
         return self.coordinator.over and all(process.dead for process in self.processes)
 
 
@@ -322,14 +380,14 @@ def inhabited(world: World) -> Iterator[World]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults, "point", world.point)
-        patch.setattr(group_module, "wait_for", wires.wait_for)
-        patch.setattr(cohort_module.Cohort.__init__, "__kwdefaults__", {"connect": world.connect})
-        patch.setattr(run_module, "_membership", lambda label: world.process.client)
-        patch.setattr(run_module, "_runs", [])
-        patch.setattr(run_module, "Events", lambda path: world)
+        patch.setattr(run_process, "membership", lambda label, team: world.process.client)
+        patch.setattr(run_process, "runs", [])
+        patch.setattr(training, "Events", lambda path: world)
         patch.setattr(arrange, "lay_out", lay_out)
         patch.setenv("HOLDFAST_TRACE", "1")
         patch.setenv("HOLDFAST_WORKER", "")  # set to the worker's name whenever one makes its Run
+        patch.setattr(os, "fsync", lambda descriptor: None)  # no power fails in a world
+        patch.setattr(label, "code_of_modules", dict)  # the same for all, and slow to find
         for module in (reduce, exchange, ssp, saver, fence, log):
             patch.setattr(module, "threading", doubles.threading)
         for module in (reduce, ssp):
@@ -338,4 +396,6 @@ def inhabited(world: World) -> Iterator[World]:
         patch.setattr(reports, "time", doubles.time)
         patch.setattr(saver, "time", doubles.time)
         patch.setattr(fence, "time", doubles.time)
+        patch.setattr(training, "time", doubles.time)  # the seconds of steps are in rows that joiners are told
+        patch.setattr(journal, "time", doubles.time)
         yield world
