@@ -63,6 +63,47 @@ def recovery(workers: Annotated[int, typer.Option(min=2)] = 3, rounds: Rounds = 
 
 
 @app.command()
+def teams(
+    rounds: Rounds = 20,
+    kills: Annotated[int, typer.Option(min=1, help="How often each contestant loses a rank.")] = 5,
+    burst: Annotated[int, typer.Option(min=1, help="Steps in a turn.")] = 5,
+    json: Json = False,
+) -> None:
+    """Two teams of two ranks with FSDP2: throughput, and time to the next step after a SIGKILL, against torchft."""
+    from bench.races import teams as race
+
+    _finish("teams", race, json, rounds=rounds, kills=kills, burst=burst)
+
+
+@app.command()
+def failover(rounds: Rounds = 5, json: Json = False) -> None:
+    """Time to the next commit after the machine of an elected coordinator, or another one, is killed or vanishes."""
+    from bench.races import failover as race
+
+    _finish("failover", race, json, rounds=rounds)
+
+
+@app.command()
+def ray(rounds: Rounds = 5, json: Json = False) -> None:
+    """Time to the survivors' next commit after a kill: workers and agents that Ray has placed, and holdfast run's."""
+    from bench.races import ray as race
+
+    _finish("ray", race, json, rounds=rounds)
+
+
+@app.command()
+def scale(
+    workers: Annotated[str, typer.Option(help="Numbers of real workers.")] = "4,8,16,32,64,96",
+    rounds: Rounds = 3,
+    json: Json = False,
+) -> None:
+    """Votes, regroups and losses with more and more workers, real ones and 10,000 simulated ones. Drawn."""
+    from bench.races import scale as race
+
+    _finish("scale", race, json, workers=race.parse_sizes(workers), rounds=rounds)
+
+
+@app.command()
 def zero(
     megabytes: Annotated[int, typer.Option("--mb", min=1, help="The size of the state.")] = 512,
     rounds: Rounds = 5,
@@ -88,11 +129,32 @@ def checkpoint(
 
 
 @app.command()
+def store(
+    megabytes: Annotated[int, typer.Option("--mb", min=1, help="The size of the state.")] = 512,
+    rounds: Rounds = 5,
+    seed: Annotated[int, typer.Option(help="Of the order in which contestants take turns.")] = 0,
+    json: Json = False,
+) -> None:
+    """Saves to and loads from an S3 server: holdfast, DCP with s3fs, s3torchconnector, boto3, the server's limit."""
+    from bench.races import store as race
+
+    _finish("store", race, json, megabytes=megabytes, rounds=rounds, seed=seed)
+
+
+@app.command()
 def planner(rounds: Rounds = 3, json: Json = False) -> None:
     """Planning time: all templates, a new plan after a failure at 1,000 nodes; drawn over layers and nodes."""
     from bench.races import planner as race
 
     _finish("planner", race, json, rounds=rounds)
+
+
+@app.command()
+def data(rounds: Rounds = 9, json: Json = False) -> None:
+    """Steps on a data set of 5 ms a sample: a plain loop over DataLoader, and holdfast, with 2, 4 and 0 loaders."""
+    from bench.races import data as race
+
+    _finish("data", race, json, rounds=rounds)
 
 
 @app.command()
@@ -144,7 +206,6 @@ def sync(
     json: Json = False,
 ) -> None:
     """Policies on when replicas talk, 20-1000 Mbit: BSP, PowerSGD, Local SGD, FedAvg, SSP, DiLoCo, SelSync. Drawn."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the namespaces are taken down
     if tune:
         from bench.replicas.tuning import tune as tune_rates
 
@@ -157,6 +218,7 @@ def sync(
 
 def main() -> None:
     """Run a race; an error of ours ends in one sentence on standard error and its exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: contestants and namespaces are taken down
     try:
         app()
     except HoldfastError as e:

@@ -18,6 +18,7 @@ BENCH = Path(".bench")  # results, peers' environments and contestants' folders,
 ROOT = Path(__file__).parents[1]  # of the repository: contestants import holdfast and bench from it
 TURN_SECONDS = 120.0  # limit for a turn; the first one includes the start of all workers
 POLL_SECONDS = 0.003  # between two looks at progress: short beside a step
+PATIENCE_SECONDS = 300.0  # for what takes seconds, on a machine that does other things, too
 END_SECONDS = 8.0  # for a process that was asked to end
 
 
@@ -42,6 +43,23 @@ def environment(**more: str) -> dict[str, str]:
     """Return the environment of a contestant: one thread, loopback only, and ``more``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a process a signal, if it has not ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def wait_for(condition: Callable[[], object], folder: Path) -> None:
+    """Wait until the condition holds. Raises ``HoldfastError`` after minutes, for what takes seconds."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise HoldfastError("the training does not go on", hint=f"see {folder}")
+        time.sleep(0.02)
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,8 @@ class Workload:
     ['--steps', '5', '--micro-batches', '2']
     """
 
-    workers: int = 2
+    workers: int = 2  # processes
+    team: int = 1  # of them that hold the model together
     micro_batches: int = 2  # per worker
     micro_batch: int = 4  # samples
     width: int = 256
@@ -71,8 +72,9 @@ def peer_python() -> Path:
 def racing(name: str, workload: Workload, *, steps: int, folder: Path, burst: int = 0) -> Iterator[Running]:
     """Start a contestant, and end it afterwards.
 
-    ``name``: ddp, restart, torchft, torchft-tuned, torchft-all, holdfast-fast or holdfast-exact. With ``burst`` it
-    waits for a turn before every so many steps. Its files are in ``folder``.
+    ``name``: ddp, restart, torchft, torchft-tuned, torchft-all, holdfast-fast or holdfast-exact; with teams: hsdp,
+    torchft, torchft-tuned, torchft-all or holdfast-exact. With ``burst`` it waits for a turn before every so many
+    steps. Its files are in ``folder``.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,41 +84,54 @@ def racing(name: str, workload: Workload, *, steps: int, folder: Path, burst: in
         running.make_turns()
     try:
         if name.startswith("holdfast"):
-            _start_holdfast(running, name.removeprefix("holdfast-"), arguments)
+            _start_holdfast(running, name.removeprefix("holdfast-"), workload.team, arguments)
         elif name.startswith("torchft"):
-            _start_torchft(running, name, arguments)
+            _start_torchft(running, name, workload.team, arguments)
         else:
-            _start_torchrun(running, name, arguments)
+            _start_torchrun(running, name, workload.team, arguments)
         yield running
     finally:
         running.stop()
 
 
-def _start_holdfast(running: Running, numerics: str, arguments: list[str]) -> None:
+def _start_holdfast(running: Running, numerics: str, team: int, arguments: list[str]) -> None:
     # No replacements, as in torchft's entries: a starting worker would take the survivors' cores.
     agent = ["run", "-n", str(running.workers), "--log-dir", str(running.folder / "logs"), "--max-restarts", "0"]
     script = ["-m", "bench.data_parallel.holdfast_entry", "--numerics", numerics, "--workers", str(running.workers)]
+    if team > 1:
+        agent += ["--team", str(team)]
+        script = ["-m", "bench.data_parallel.teams_entry", "--teams", str(running.workers // team)]
     running.start([sys.executable, "-m", "holdfast.cli", *agent, *script, *arguments])
 
 
-def _start_torchrun(running: Running, name: str, arguments: list[str]) -> None:
+def _torchrun(processes: int) -> list[str]:
+    """Return the command that starts so many processes of a module: its name and arguments follow."""
     torchrun = str(peer_python().parent / "torchrun")
-    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(running.workers)]
+    return [torchrun, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
+
+
+def _start_torchrun(running: Running, name: str, team: int, arguments: list[str]) -> None:
+    options: list[str] = []
     if name == "restart":
-        options += ["--max-restarts", "3"]
+        options = ["--max-restarts", "3"]
         arguments = [*arguments, "--checkpoint", str(running.folder / "checkpoint.pt")]
-    running.start([torchrun, *options, "-m", f"bench.peers.{name}", *arguments], **PEER_SETTINGS)
+    if team > 1:
+        arguments = [*arguments, "--team", str(team)]
+    running.start([*_torchrun(running.workers), *options, "-m", f"bench.peers.{name}", *arguments], **PEER_SETTINGS)
 
 
-def _start_torchft(running: Running, name: str, arguments: list[str]) -> None:
+def _start_torchft(running: Running, name: str, team: int, arguments: list[str]) -> None:
     python = peer_python()
     address = f"127.0.0.1:{free_port()}"
     tuned = ["--heartbeat_timeout_ms", "500"] if name == "torchft-tuned" else []
-    minimum = str(running.workers) if name == "torchft-all" else "1"
+    groups = running.workers // team
+    minimum = str(groups) if name == "torchft-all" else "1"
     lighthouse = str(python.parent / "torchft_lighthouse")
     running.start([lighthouse, "--bind", address, "--min_replicas", minimum, *tuned], **PEER_SETTINGS)
-    for worker in range(running.workers):
-        command = [str(python), "-m", "bench.peers.torchft_ddp", "--worker", str(worker), *arguments]
+    # torchrun ends the mates of a rank that has died, as holdfast's agent does.
+    launch, module = ([str(python)], "torchft_ddp") if team == 1 else (_torchrun(team), "torchft_fsdp")
+    for group in range(groups):
+        command = [*launch, "-m", f"bench.peers.{module}", "--worker", str(group), *arguments]
         if name == "torchft-tuned":
             # Else two survivors that wait for each other in a half-done reduction wait 60 s.
             command += ["--pg-timeout", "5"]

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 
 VOCABULARY = 256  # all values of a byte
@@ -50,6 +52,13 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     """Return the model, with the weights that ``args.seed`` gives."""
     torch.manual_seed(args.seed)
     return ByteGPT(args.width, args.depth, args.seq)
+
+
+def split(model: nn.Module, mesh: DeviceMesh) -> FSDPModule:
+    """Split a model with FSDP2, each block apart."""
+    for block in model.blocks.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def make_text(args: argparse.Namespace, place: int, samples: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,9 @@ import sys
 import time
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.data_parallel import workload
@@ -74,11 +76,26 @@ def accumulate_gradients(model: DistributedDataParallel, args: argparse.Namespac
             loss.backward()
 
 
+def accumulate_shards(model: FSDPModule, args: argparse.Namespace, step: int, worker: int) -> None:
+    """Compute the gradients of one rank's share of a step on a split model; the last micro-batch reduces them."""
+    assert isinstance(model, nn.Module)
+    for index in range(args.micro_batches):
+        source, target = workload.make_batch(args, step, worker * args.micro_batches + index)
+        model.set_requires_gradient_sync(index == args.micro_batches - 1)
+        loss = workload.loss_fn(model(source), target) / args.micro_batches
+        loss.backward()
+
+
+def part_here(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds: all of it, if it is not split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def report_end(model: nn.Module, step: int, worker: int) -> None:
-    """Print a digest of the weights; it is equal on all workers if they ended in step."""
+    """Print a digest of the weights here; it is equal on all who hold the same if they ended in step."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(str(torch.hash_tensor(parameter.detach()).item()).encode())
+        digest.update(str(torch.hash_tensor(part_here(parameter.detach())).item()).encode())
     line = {"worker": worker, "step": step, "digest": digest.hexdigest()[:16]}
     # One write, for the workers share an output: print would send the newline apart.
     sys.stdout.write(json.dumps(line) + "\n")

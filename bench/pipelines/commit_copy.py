@@ -19,7 +19,6 @@ from holdfast.commit.operation import Kind, Operation
 from holdfast.engine.state import State
 from holdfast.plan.tree import tree_sum
 from holdfast.run.script import Step
-from holdfast.sync.report import EVERY_STEP
 
 Flat = tuple[bytes, list[torch.Tensor]]  # a nested value, as text and its tensors
 
@@ -64,7 +63,7 @@ def _fresh(flat: Flat) -> Any:
 class CommitCopyRun(holdfast.Run):
     """A ``Run`` that commits blocks of ``copy_every`` steps: they are yielded together and lost together.
 
-    Takes the settings of ``Run``. Every worker must hold the whole model (``Placement(stages=1)``), without ``log=``.
+    Takes the settings of ``Run``. Every worker must hold the whole model (as is the default), without a log.
     """
 
     def __init__(self, *, copy_every: int, **settings: Any) -> None:
@@ -73,8 +72,9 @@ class CommitCopyRun(holdfast.Run):
         self._copy = StateCopy(self._state)
         self._losses: list[float] = []  # of the last block's steps
 
-    def steps(self, total: int) -> Iterator[Step]:
+    def steps(self, total: int | None = None, *, progress: bool | None = None) -> Iterator[Step]:
         """Train until ``total`` steps are committed, block by block; no checkpoints are written."""
+        assert total is not None  # it races on data that do not end
         self._cohort.boundary()
         while self.step < total:
             first = self.step
@@ -84,7 +84,13 @@ class CommitCopyRun(holdfast.Run):
                 self._event("commit", step=number, loss=loss)
             for number, loss in zip(block, self._losses, strict=True):
                 self._script.move_to(f"in {number + 1}")
-                yield self._step(number, loss, EVERY_STEP)
+                yield Step(
+                    number=number,
+                    loss=loss,
+                    epoch=number // self.engine.order.steps_per_epoch,
+                    workers=self.workers,
+                    is_first_worker=self.is_first_worker,
+                )
             self._cohort.boundary()
         self._script.move_to(f"after {total}")
 

@@ -12,7 +12,7 @@ from holdfast.engine.profile.measure import measure
 from holdfast.engine.profile.run_script import until_training
 
 if TYPE_CHECKING:
-    from holdfast.run.run import Run
+    from holdfast.run.training import Training
 
 ROUNDS = 6  # forward and backward passes that are timed in a turn
 
@@ -26,7 +26,7 @@ def main() -> None:
     args, model = parser.parse_known_args()
     target = Path(f"{args.progress}.costs-{args.worker}")
 
-    def look(run: Run) -> None:
+    def look(run: Training) -> None:
         progress = ProgressFile(args, args.worker)
         with target.open("a", buffering=1) as file:
             for step in range(1, args.steps + 1):

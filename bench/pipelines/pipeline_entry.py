@@ -31,13 +31,12 @@ def main() -> None:
     counts = [int(each) for each in args.stages.split(",")]
     planned = args.profile is not None and counts == [1]  # else the planner only places the cuts
     stages = None if planned else counts if len(counts) > 1 else counts[0]
+    log = LogSettings(budget=args.log_budget, memory=args.log_memory) if args.log else False
     run = make_run(
         args,
         numerics=args.numerics,
-        tolerate=args.tolerate,
-        placement=holdfast.Placement(stages=stages, memory=args.memory, profile=args.profile),
-        checkpoint=args.checkpoint and holdfast.Checkpoints(folder=args.checkpoint, every=args.every),
-        log=LogSettings(budget=args.log_budget, memory=args.log_memory) if args.log else False,
+        placement=holdfast.Placement(stages=stages, tolerate=args.tolerate, memory=args.memory, profile=args.profile),
+        checkpoint=args.checkpoint and holdfast.Checkpoints(folder=args.checkpoint, every=args.every, log=log),
     )
     progress = ProgressFile(args, worker_number())
     losses = []

@@ -1,0 +1,1 @@
+"""Contestants of the race of data sets that are slow to read."""
