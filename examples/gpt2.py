@@ -23,8 +23,9 @@ except ImportError as e:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--stages", type=int, help="stages of each pipeline; left to the planner if not given")
+    parser.add_argument("--stages", type=int, help="stages of each pipeline; every worker has all layers if not given")
     parser.add_argument("--tolerate", type=int, default=0, help="losses at the same time that must not matter")
+    parser.add_argument("--checkpoint", help="folder to resume from and to save to")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -40,8 +41,8 @@ def main() -> None:
         data=training,
         global_batch=32,
         micro_batch=4,
-        placement=holdfast.Placement(stages=arguments.stages),
-        tolerate=arguments.tolerate,
+        placement=holdfast.Placement(stages=arguments.stages, tolerate=arguments.tolerate),
+        checkpoint=arguments.checkpoint,
     )
     for step in run.steps(arguments.steps):
         if step.is_first_worker and (step.number % 10 == 0 or step.number == arguments.steps - 1):
