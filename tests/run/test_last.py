@@ -100,8 +100,16 @@ def test_joiners_and_reruns_know_the_last_step(tmp_path: Path) -> None:
     assert not again.of("commit")
 
 
-def loops_over_steps(tree: ast.AST) -> Iterator[ast.For]:
-    for node in ast.walk(tree):
+def inside(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or module without those of the functions in it, whose variables are others."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from inside(node)
+
+
+def loops_over_steps(scope: ast.AST) -> Iterator[ast.For]:
+    for node in inside(scope):
         called = node.iter.func if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) else None
         if isinstance(node, ast.For) and isinstance(called, ast.Attribute) and called.attr == "steps":
             yield node
@@ -112,13 +120,15 @@ def used_after_its_loop(code: str) -> list[int]:
 
     >>> used_after_its_loop("for step in run.steps(3): print(step)\\nprint(step.loss)")
     [2]
+    >>> used_after_its_loop("def f():\\n    for step in run.steps(3): print(step)\\ndef g(step):\\n    print(step)")
+    []
     """
     found = []
     scopes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef | ast.Module)]
     for scope in scopes:
         for loop in loops_over_steps(scope):
             name = loop.target.id if isinstance(loop.target, ast.Name) else ""
-            reads = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and n.lineno > loop.lineno]
+            reads = [n for n in inside(scope) if isinstance(n, ast.Name) and n.id == name and n.lineno > loop.lineno]
             found += [node.lineno for node in reads if node.lineno > (loop.end_lineno or 0)]
     return found
 
@@ -126,7 +136,13 @@ def used_after_its_loop(code: str) -> list[int]:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_do_not_need_a_step_that_a_rerun_does_not_make(path: Path) -> None:
     assert used_after_its_loop(path.read_text()) == []
-    assert used_after_its_loop("for step in run.steps(3): print(step)\nprint(step.loss)") == [2], "the control"
+
+
+def test_a_step_used_after_its_loop_is_found() -> None:
+    in_function = "def f():\n    for step in run.steps(3):\n        print(step)\n    return step.loss"
+    assert used_after_its_loop("for step in run.steps(3): print(step)\nprint(step.loss)") == [2]
+    assert used_after_its_loop(in_function) == [4]
+    assert used_after_its_loop(in_function.replace("return", "def g(step): return")) == []
 
 
 def test_a_rerun_of_an_example(tmp_path: Path) -> None:
