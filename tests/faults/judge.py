@@ -60,9 +60,9 @@ def kill(workers: Iterable[str], *, step: int = 4, phase: str = "backward") -> s
 
 
 def kill_at_once(workers: Sequence[str], *, step: int = 4, phase: str = "backward") -> str:
-    """At once for certain: the others die when they miss the first, before anybody could get anything of theirs."""
-    first, *others = workers
-    return "; ".join([kill([first], step=step, phase=phase), kill(others, step=step, phase="regroup")])
+    """At once for certain: who does not come to the phase dies when it misses another, before a replacement joins."""
+    _, *others = workers
+    return "; ".join([kill(workers, step=step, phase=phase), kill(others, step=step, phase="regroup")])
 
 
 def assert_same(result: Result, whole: Result) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from holdfast.checkpoint import load, open_checkpoint, save, series
 from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.cluster.agent import Agent
-from tests.faults.judge import covered, scenarios
+from tests.faults.judge import covered, kill_at_once, scenarios
 from tests.harness import TRAIN, Result, count_events, launch, until
 
 STEPS = 14
@@ -86,7 +86,7 @@ PHASES = ["data", "backward", "vote", "voted", "update"]
     ],
 )
 def test_all_workers_killed_at_once(tmp_path: Path, undisturbed, phase: str, step: int) -> None:
-    faults = "; ".join(f"kill worker=0.{i} step={step} phase={phase}" for i in (0, 1))
+    faults = kill_at_once(["0.0", "0.1"], step=step, phase=phase)
     result = run(tmp_path, "a", workers=2, faults=faults)
     assert result.code == 0
     assert result.sha256 == undisturbed(STEPS).sha256
@@ -223,7 +223,7 @@ def test_a_loop_that_is_left_is_saved_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.thorough("all are killed, and no restarts are left, in other tests")
 def test_with_no_restarts_left_the_others_go_on_from_the_checkpoint(tmp_path: Path, undisturbed) -> None:
-    faults = "; ".join(f"kill worker=0.{i} step=8 phase=backward" for i in (0, 1))
+    faults = kill_at_once(["0.0", "0.1"], step=8)
     result = run(tmp_path, "a", workers=2, faults=faults, max_restarts=1)
     assert result.sha256 == undisturbed(STEPS).sha256
     assert len(result.results) == 1

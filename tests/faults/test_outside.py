@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.cluster.agent import Agent
 from holdfast.cluster.events import read_events
-from tests.faults.judge import covered, scenarios
+from tests.faults.judge import covered, kill_at_once, scenarios
 from tests.faults.test_sweep import assert_nothing_lost
 from tests.harness import count_events, doomed_zygote, hurry, launch, until
 from tests.injected import note
@@ -177,7 +177,7 @@ def listening_ports(pid: int | None) -> list[int]:
 
 
 def test_too_few_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    faults = "; ".join(f"kill worker=0.{i} step=4 phase=update" for i in range(2))
+    faults = kill_at_once(["0.0", "0.1"], phase="update")
     result = launch(tmp_path, workers=2, faults=faults, environment={"STEPS": "10"})
     assert result.code == 3
     assert capsys.readouterr().err.startswith("holdfast: "), "a sentence, and no traceback"

@@ -12,7 +12,7 @@ from holdfast.checkpoint import series
 from holdfast.checkpoint.places import Remote
 from holdfast.errors import CheckpointError
 from tests.faults import teams_train
-from tests.faults.judge import covered
+from tests.faults.judge import covered, kill_at_once
 from tests.faulty_proxy import Asked, FaultyProxy
 from tests.harness import Result, launch
 from tests.s3_server import BUCKET, Server, environment, needs_seaweed, reaching, seaweed
@@ -37,7 +37,7 @@ def run(folder: Path, root: Remote, endpoint: str, **more: str) -> Result:
 
 @needs_seaweed
 def test_a_run_loses_everything_and_resumes_from_the_store(server: Server, tmp_path: Path, undisturbed) -> None:
-    root, faults = Remote("s3", BUCKET, "resumed"), "; ".join(f"kill worker=0.{i} step=8 phase=vote" for i in (0, 1))
+    root, faults = Remote("s3", BUCKET, "resumed"), kill_at_once(["0.0", "0.1"], step=8, phase="vote")
     result = run(tmp_path / "a", root, server.endpoint, faults=faults, DURABLE="6")
     assert result.code == 0
     assert result.sha256 == undisturbed(STEPS).sha256

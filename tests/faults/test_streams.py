@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cluster.agent import Agent
 from holdfast.data.audit import Violation, audit, read_ledgers
-from tests.faults.judge import covered
+from tests.faults.judge import covered, kill_at_once
 from tests.harness import Result, assert_every_worker_commits_each_step_once, count_events, hurry, launch, until
 
 SCRIPT = Path(__file__).parent / "stream_train.py"
@@ -70,7 +70,7 @@ def test_a_stream_that_ends_ends_the_run_also_with_kills_and_a_joiner(tmp_path: 
 def test_resume_on_another_number_of_workers(tmp_path: Path, alone) -> None:
     """The first run is lost behind its checkpoint: some steps are trained again, and count once."""
     saved = {"CHECKPOINT": str(tmp_path / "runs"), "EVERY": "3"}
-    faults = "; ".join(f"kill worker=0.{number} step=5 phase=vote" for number in range(2))
+    faults = kill_at_once(["0.0", "0.1"], step=5, phase="vote")
     first = train(tmp_path / "a", workers=2, faults=faults, max_restarts=0, **saved)
     assert first.code != 0
     second = train(tmp_path / "b", workers=3, **saved)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.judge import covered
+from tests.faults.judge import covered, kill_at_once
 from tests.harness import (
     Result,
     assert_each_sample_once_per_epoch,
@@ -71,7 +71,7 @@ def test_a_second_kill_during_recovery(tmp_path: Path, undisturbed, phase: str, 
 
 
 def test_two_at_once_and_all_but_one(tmp_path: Path, undisturbed) -> None:
-    faults = "; ".join(f"kill worker=0.{i} step=5 phase=backward" for i in (0, 1, 3))
+    faults = kill_at_once(["0.0", "0.1", "0.3"], step=5)
     result = launch(tmp_path, workers=4, faults=faults, environment={"STEPS": str(STEPS)})
     assert_nothing_lost(result, undisturbed(STEPS))
 
