@@ -50,7 +50,6 @@ _PREFIX = '{"xxh3":"%s","index":'
 _DATA = re.compile(r"data-[0-9a-f]{12}-\d+\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _UNFINISHED = re.compile(r"\.((index-[0-9a-f]{12}|report-[0-9a-f]{12}-\d+)\.(json|unfinished)|probe-[0-9a-f]{12})")
-_PROBE = ".probe-"  # of a process that asks whether a store keeps conditions: ``ObjectStore.refuse_if_unfit``
 
 
 def new_id() -> str:
@@ -206,7 +205,6 @@ def clean(folder: Place, keep: Iterable[str] = ()) -> None:
 def clean_before(folder: Place, save: str) -> None:
     """Removes files of killed saves before the save ``save`` needs the room.
 
-    A probe stays: it may be of another worker of this save, which would take its loss for a store without conditions.
     Raises ``CheckpointError`` if another program's ``index.json`` is there, which must not be replaced.
     """
     with explained(folder, "read"):
@@ -220,8 +218,7 @@ def clean_before(folder: Place, save: str) -> None:
         known = open(folder).files if exists(folder) else {}
     except CheckpointError:
         return  # the files of a checkpoint whose index is damaged may still be rescued
-    found = [path for path in litter(folder, known) if not path.name.startswith(_PROBE)]
-    discard_later([path for path in found if save not in path.name])
+    discard_later([path for path in litter(folder, known) if save not in path.name])
     abort_uploads(folder, lambda upload: bool(_DATA.fullmatch(upload.place.name)) and save not in upload.place.name)
 
 

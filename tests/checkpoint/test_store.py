@@ -18,7 +18,6 @@ from holdfast.checkpoint.copying import copy_to_store
 from holdfast.checkpoint.lease import Claim, Note
 from holdfast.checkpoint.lease_on_store import chain_of
 from holdfast.checkpoint.listing import find
-from holdfast.checkpoint.object_store import ObjectStore
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.places import Remote, on_disk, place_of
 from holdfast.checkpoint.s3_uploads import abort_uploads, unfinished
@@ -28,7 +27,7 @@ from holdfast.recovery.resume import Checkpoints
 from tests import warm
 from tests.faults.judge import covered
 from tests.faulty_proxy import Asked, FaultyProxy
-from tests.s3_server import BUCKET, Server, environment, needs_rclone, needs_seaweed, rclone, reaching, seaweed
+from tests.s3_server import Server, environment, needs_rclone, needs_seaweed, rclone, reaching, seaweed
 
 SAVER = Path(__file__).with_name("store_saver.py")
 BIG = 5 << 20  # elements of 4 bytes: an upload of three parts
@@ -225,25 +224,6 @@ def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
             save("s3://runs/a", {"w": torch.ones(1)})
     finally:
         ignoring.end()
-
-
-@needs_seaweed
-def test_another_worker_cleans_the_folder_while_one_asks_whether_the_store_keeps_conditions(server: Server) -> None:
-    folder, proxy = Remote("s3", BUCKET, "probed"), FaultyProxy(server.endpoint)
-    with reaching(environment(proxy.endpoint)):
-        asking = ObjectStore("s3", BUCKET)
-        assert asking._quick
-
-    def clean_between(asked: Asked) -> None:
-        if asked.method == "PUT" and "/.probe-" in asked.path and proxy.asked.index(asked) == 1:
-            index.clean_before(folder, index.new_id())
-            assert names(folder) == [".probe"]
-
-    proxy.rule = clean_between
-    asking.refuse_if_unfit(folder)
-    proxy.end()
-    assert [asked.method for asked in proxy.asked][:2] == ["PUT", "PUT"], "the third request removes it"
-    assert names(folder) == []
 
 
 @needs_seaweed
