@@ -43,6 +43,7 @@ PART = 8 << 20  # bytes of one part of an upload: S3 wants 5 MiB at least; two o
 PARTS = 9000  # at most; S3 allows 10,000, so objects of more than 72 GB have larger parts
 UPLOADS = 4  # parts that are on their way at the same time, at most
 AHEAD = 1  # parts that are filled and hashed meanwhile
+PROBES = 3  # objects that a store must have created twice before it is refused
 QUICK = (10, 15, 5)  # seconds for an answer, seconds in which a request is made again, and how often
 PATIENT = (120, 120, 10)
 _FULL = ("507", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "StorageQuotaExceeded")
@@ -196,20 +197,27 @@ class ObjectStore:
         """
         if self._ready:
             return
-        probe = folder / f".probe-{secrets.token_hex(6)}"
-        with _explained(probe):
-            obstore.put(self._quick, probe.key, b"1", mode="create")
-            try:
-                obstore.put(self._quick, probe.key, b"2", mode="create")
-            except AlreadyExistsError:
-                self._ready = True
-            obstore.delete(self._quick, probe.key)
+        # More than once: another process may take a probe for litter, and remove it between the two requests.
+        self._ready = any(self._keeps_conditions(folder) for _ in range(PROBES))
         if not self._ready:
             raise CheckpointError(
                 f"the store of {folder} ignores conditions: it has created the same object twice (If-None-Match)",
                 hint="two writers could both win there; take a store with conditional writes, as S3, GCS, Azure or "
                 "SeaweedFS",
             )
+
+    def _keeps_conditions(self, folder: Remote) -> bool:
+        """Whether the store refuses to create one small object twice."""
+        probe = folder / f".probe-{secrets.token_hex(6)}"
+        with _explained(probe):
+            obstore.put(self._quick, probe.key, b"1", mode="create")
+            try:
+                obstore.put(self._quick, probe.key, b"2", mode="create")
+                return False
+            except AlreadyExistsError:
+                return True
+            finally:
+                obstore.delete(self._quick, probe.key)
 
 
 def part_size(size: int) -> int:

@@ -243,9 +243,10 @@ class Saver(Resumer):
         self._everywhere.set()  # of the checkpoint before: every worker has written its share before it voted
         self._written, self._everywhere = threading.Event(), threading.Event()
         assert self._save is not None
-        words = (self._save, step, cohort, self._written, self._everywhere)
+        before = [work for work in self._works if not work.done]
+        words = (self._save, step, cohort, self._written, self._everywhere, before)
         work = Work(lambda: self._carry_out(*words), f"checkpoint {step}")
-        self._works = [*(known for known in self._works if not known.done), work]
+        self._works = [*before, work]
 
     def _steps_to_next(self) -> float:
         """Return the user's interval, or the one that loses the least time by saves and failures."""
@@ -265,9 +266,18 @@ class Saver(Resumer):
         return self._state.progress.seconds + time.monotonic() - self._born
 
     def _carry_out(
-        self, save: Save, step: int, cohort: Cohort, written: threading.Event, everywhere: threading.Event
+        self,
+        save: Save,
+        step: int,
+        cohort: Cohort,
+        written: threading.Event,
+        everywhere: threading.Event,
+        before: Sequence[Work],
     ) -> None:
-        """Write this worker's share; the first worker then waits for the others and commits. Runs in a thread."""
+        """Write this worker's share; the first worker then waits for the others and commits. Runs in a thread.
+
+        ``before``: threads of earlier checkpoints. They commit first: who commits removes what is old by then.
+        """
         members = self._members
         try:
             faults.point("write", step=step)
@@ -282,7 +292,10 @@ class Saver(Resumer):
                 written.set()
             if save.ranks.rank == 0:
                 signs = {"everywhere": everywhere, "parted": self._parted}
-                self._commit(save, step, collect(save, members, alive=lambda: cohort.workers, **signs))
+                reports = collect(save, members, alive=lambda: cohort.workers, **signs)
+                for work in before:
+                    work.join(LONGEST_SECONDS)
+                self._commit(save, step, reports)
         except Exception as e:
             self._complain(step, e)
 

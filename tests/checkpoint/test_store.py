@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from holdfast.checkpoint.copying import copy_to_store
 from holdfast.checkpoint.lease import Claim, Note
 from holdfast.checkpoint.lease_on_store import chain_of
 from holdfast.checkpoint.listing import find
+from holdfast.checkpoint.object_store import ObjectStore
 from holdfast.checkpoint.pieces import Catalogue
 from holdfast.checkpoint.places import Remote, on_disk, place_of
 from holdfast.checkpoint.s3_uploads import abort_uploads, unfinished
@@ -224,6 +226,28 @@ def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
             save("s3://runs/a", {"w": torch.ones(1)})
     finally:
         ignoring.end()
+
+
+@needs_seaweed
+def test_a_store_is_not_refused_because_its_probe_was_taken_for_litter(server: Server) -> None:
+    """Another worker, which begins to save, removes what killed saves have left, between the two requests."""
+    root, proxy = Remote("s3", "runs", "probes"), FaultyProxy(server.endpoint)
+    probes: list[str] = []
+
+    def rule(asked: Asked) -> None:
+        if asked.method == "PUT" and ".probe-" in asked.path:
+            probes.append(asked.path)
+            if len(probes) == 2:
+                assert probes[0] == probes[1], "the second request for the same object"
+                Remote("s3", *asked.path.strip("/").split("/", 1)).unlink()
+
+    proxy.rule = rule
+    root.store.children(root)  # its client is that of the server from here on, and the other one that of the proxy
+    with patch.dict(os.environ, environment(proxy.endpoint)):
+        ObjectStore("s3", "runs").refuse_if_unfit(root)
+    proxy.end()
+    assert len(probes) == 4
+    assert names(root) == []
 
 
 @needs_seaweed
