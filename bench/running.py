@@ -62,6 +62,26 @@ def wait_for(condition: Callable[[], object], folder: Path) -> None:
         time.sleep(0.02)
 
 
+class NewLines:
+    """A file of JSON lines that grows; ``read`` returns what is new in it. It need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size = path, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines that have come since the last time, whole ones only."""
+        found: list[dict[str, Any]] = []
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._size)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._size += len(line)
+                    found.append(json.loads(line))
+        return found
+
+
 @dataclass(kw_only=True)
 class Running:
     """Started contestant: its processes, and the progress lines that they have written."""
@@ -70,8 +90,11 @@ class Running:
     workers: int
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    _read: int = 0
+    _new: NewLines = field(init=False)
     _turns: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._new = NewLines(self.progress)
 
     @property
     def progress(self) -> Path:
@@ -97,14 +120,7 @@ class Running:
 
     def update(self) -> list[dict[str, Any]]:
         """Read new progress lines and return all; only new ones, so that watching costs the contestants little."""
-        if self.progress.exists():
-            with self.progress.open("rb") as file:
-                file.seek(self._read)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._read += len(line)
-                    self.lines.append(json.loads(line))
+        self.lines += self._new.read()
         return self.lines
 
     def wait_for(self, step: int, workers: int, *, seconds: float = TURN_SECONDS) -> None:

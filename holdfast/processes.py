@@ -66,6 +66,17 @@ def loaders_of(worker: int) -> list[int]:
     return [pid for nursery in nurseries for pid in _children_of(nursery) if _name_of(pid).startswith(LOADER)]
 
 
+def descendants_of(pid: int) -> list[int]:
+    """Return a process's children, theirs, and so on, at this moment."""
+    children = _children_of(pid)
+    return [each for child in children for each in (child, *descendants_of(child))]
+
+
+def parent_of(pid: int) -> int:
+    """Return the process that has started this one. Raises ``OSError`` if there is none."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def _children_of(pid: int) -> list[int]:
     try:
         found = [(thread / "children").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]

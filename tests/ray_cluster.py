@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.processes import parent_of
+
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'holdfast[ray]'")
 HEAD = 2  # 127.0.0.2: Ray takes 127.0.0.1 for the address of the network
 
@@ -58,8 +60,7 @@ class RayCluster:
 
     def node_of(self, pid: int) -> str:
         """Return the id of the node that a process of Ray is on: its parent is the node's raylet."""
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().decode().split("\0")
+        words = Path(f"/proc/{parent_of(pid)}/cmdline").read_bytes().decode().split("\0")
         (found,) = [word.partition("=")[2] for word in words if word.startswith("--node_id=")]
         return found
 

@@ -15,7 +15,7 @@ import typer
 from holdfast.cli import in_kubernetes, in_slurm, torchrun
 from holdfast.cli.display import Display
 from holdfast.cli.printer import ERASE, Printer
-from holdfast.cluster import faults, slurm
+from holdfast.cluster import faults, signals, slurm
 from holdfast.cluster.agent import Agent
 from holdfast.cluster.agent_settings import AgentSettings
 from holdfast.cluster.handshake import MINIMUM_TOKEN, new_token
@@ -106,7 +106,7 @@ def run(
             "--shutdown-timeout",
             min=0.5,
             max=604800.0,
-            envvar="HOLDFAST_GRACE",
+            envvar=["HOLDFAST_GRACE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
             help="Seconds from a preemption notice to the end of this machine, the last checkpoint included. Default: "
             "until SLURM_JOB_END_TIME after SLURM's --signal=USR1@..., else 30.",
         ),
@@ -148,11 +148,12 @@ def run(
     preemption notice: this machine's workers leave at the next step boundary. If all workers of the run are
     asked to leave, they save a checkpoint first.
     """
+    signals.end_by_sigterm_if_first()
     faults.parse(os.environ.get("HOLDFAST_FAULTS", ""))  # a misspelt fault must not pass for a survived one
     if not module and not Path(command[0]).is_file():
         raise UsageError(f"there is no script '{command[0]}'", hint="or -m for a module")
     StepTimeout.parse(step_timeout)  # refuse a bad one here, where the user sees it
-    torchrun.check_python(os.environ)
+    torchrun.check_variables(os.environ)
     workers, patience = torchrun.parse_workers(nproc_per_node), torchrun.parse_patience(rdzv_conf, patience)
     workers, spares = in_teams(workers, team, "-n"), in_teams(spares, team, "--spares")
     given = read_token(token_file)

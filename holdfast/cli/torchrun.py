@@ -129,6 +129,52 @@ FOREIGN = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentVariable:
+    """A variable that torchrun's agent reads for itself, and that is no option of ``holdfast run``."""
+
+    name: str
+    hint: str
+    accepts: Callable[[str], bool] = _nothing  # values that ask for what is done anyway
+
+    def check(self, text: str) -> None:
+        """Raise ``UsageError`` for a value that is not accepted."""
+        if text and not self.accepts(text):
+            raise UsageError(f"{self.name}={text} is not possible with holdfast run", hint=f"unset it: {self.hint}")
+
+
+def _is_off(text: str) -> bool:
+    return text == "0"
+
+
+VARIABLES = (
+    AgentVariable(
+        name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", hint="a line begins with its worker's name, as in [0.1]"
+    ),
+    AgentVariable(
+        name="TORCHELASTIC_ENABLE_FILE_TIMER",
+        accepts=_is_off,
+        hint="hung workers are found by --step-timeout; torch's timers in the script have nobody to ask",
+    ),
+    AgentVariable(
+        name="TORCH_ELASTIC_WORKER_IDENTICAL", accepts=lambda text: True, hint="ranks are always numbered like that"
+    ),
+    AgentVariable(
+        name="TORCH_DISABLE_SHARE_RDZV_TCP_STORE", accepts=lambda text: True, hint="rank 0 always has the store"
+    ),
+    AgentVariable(
+        name="TORCHELASTIC_HEALTH_CHECK_PORT",
+        accepts=lambda text: True,  # torch itself serves nothing there: it logs "No health check server started"
+        hint="--health answers probes",
+    ),
+    AgentVariable(
+        name="TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+        accepts=_is_number,
+        hint="a worker that does not end when it is killed is replaced after 10 s",
+    ),
+)
+
+
 class RunCommand(TyperCommand):
     """``holdfast run`` as a command that also knows torchrun's other flags, and its ``PET_`` variables."""
 
@@ -242,6 +288,16 @@ def master_endpoint(address: str, port: int) -> str:
     'train-0.train:29500'
     """
     return f"{address}:{port or MASTER_PORT}" if address else ""
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Refuse what torchrun's own variables ask for and is not done here.
+
+    >>> check_variables({"TORCH_ELASTIC_WORKER_IDENTICAL": "1"})
+    """
+    for known in VARIABLES:
+        known.check(environment.get(known.name, ""))
+    check_python(environment)
 
 
 def check_python(environment: Mapping[str, str]) -> None:

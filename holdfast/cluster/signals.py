@@ -29,6 +29,16 @@ def notices() -> list[signal.Signals]:
     return [number for number in NOTICES if number != signal.SIGHUP or not kept]
 
 
+def end_by_sigterm_if_first() -> None:
+    """Let SIGTERM end this process also where it is the first of a container, until something else handles it.
+
+    The kernel spares process 1 of a signal that it has no handler for: a pod that is deleted while it waits for another
+    would wait on, for the whole grace of the pod.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+
+
 @contextmanager
 def held() -> Iterator[None]:
     """Hold notices back in child processes that are started meanwhile, until ``leave_to_agent`` is called there.

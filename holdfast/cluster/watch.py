@@ -12,6 +12,24 @@ LOOKS = 5  # looks, and heartbeats sent, within one timeout: a few late ones do 
 
 
 @dataclass(kw_only=True)
+class Shortage:
+    """Notices when there have been too few for longer than the patience.
+
+    >>> shortage = Shortage(patience=30.0)
+    >>> shortage.lasts(1, 2, now=0.0), shortage.lasts(1, 2, now=31.0), shortage.lasts(2, 2, now=32.0)
+    (False, True, False)
+    """
+
+    patience: float  # in seconds
+    _since: float | None = None
+
+    def lasts(self, here: int, needed: int, now: float) -> bool:
+        """Take in how many there are; return whether there have been too few for too long."""
+        self._since = None if here >= needed else now if self._since is None else self._since
+        return self._since is not None and now - self._since > self.patience
+
+
+@dataclass(kw_only=True)
 class Watch:
     """Decides who has been silent for too long, and notices when the coordinator itself was asleep.
 
@@ -29,7 +47,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._dazed_until = self.now
-        self._few_since: float | None = None
+        self._shortage = Shortage(patience=self.patience)
 
     @property
     def interval(self) -> float:
@@ -62,5 +80,4 @@ class Watch:
 
     def too_few(self, here: int, needed: int, now: float) -> bool:
         """Whether there have been too few hosts for longer than the patience."""
-        self._few_since = None if here >= needed else self.now if self._few_since is None else self._few_since
-        return self._few_since is not None and now - self._few_since > self.patience
+        return self._shortage.lasts(here, needed, now)

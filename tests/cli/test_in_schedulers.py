@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +18,8 @@ from holdfast.cli.in_slurm import Options
 from holdfast.cluster.keeper import CoordinatorKeeper
 from holdfast.errors import UsageError
 from holdfast.measuring import free_port
-from tests.harness import until
+from holdfast.processes import descendants_of
+from tests.harness import until, wait_until
 from tests.warm import Command
 
 
@@ -69,6 +76,31 @@ def test_only_in_kubernetes_a_name_is_waited_for() -> None:
     for environment, endpoint in [({}, unknown), (PODS, ""), (PODS, "127.0.0.1:29700")]:
         in_kubernetes.wait_for_name(environment, endpoint, 1e9)
     in_kubernetes.wait_for_name(PODS, unknown, 0.2)  # it gives up, and leaves the sentence to others
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and util-linux's unshare")
+def test_a_pod_that_waits_for_another_ends_when_it_is_deleted(tmp_path: Path) -> None:
+    """As process 1 of a container, which dies of no signal by default."""
+    (tmp_path / "script.py").touch()
+    words = ["--nnodes", "2", "--patience", "600", "--rdzv-endpoint", "train-0.no-such-name.invalid:29700", "script.py"]
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-m", "holdfast.cli", "run", *words]
+    environment = {**os.environ, **PODS, "HOLDFAST_TOKEN": "a secret of these two pods"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as container:
+        try:
+            wait_until("it minds SIGTERM", lambda: [pid for pid in descendants_of(container.pid) if minds_sigterm(pid)])
+            os.kill(descendants_of(container.pid)[0], signal.SIGTERM)
+            assert container.wait(60) == 128 + signal.SIGTERM
+        finally:
+            container.kill()
+
+
+def minds_sigterm(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM."""
+    try:
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) & 1 << signal.SIGTERM - 1)
 
 
 def test_variables_of_kubeflow_are_enough(tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 import typer.main
 from torch.distributed.run import get_args_parser
 
 from holdfast.cli.main import app
-from holdfast.cli.torchrun import FOREIGN, SHARED, parse_hidden, parse_patience, parse_workers, variable
+from holdfast.cli.torchrun import FOREIGN, SHARED, VARIABLES, parse_hidden, parse_patience, parse_workers, variable
 from holdfast.errors import UsageError
 from tests.warm import Command
 
@@ -60,6 +62,31 @@ def test_every_flag_is_in_the_table_of_the_documentation() -> None:
     table = (ROOT / "docs" / "cluster.md").read_text().partition("## torchrun")[2].partition("\n## ")[0]
     missing = [name for name in [*SHARED, *(foreign.name for foreign in FOREIGN)] if f"`{name}`" not in table]
     assert not missing
+
+
+def variables_of_torch() -> set[str]:
+    """The variables that the sources of torchrun and of its agent read, as their literals or constants name them."""
+    folder = Path(torch.distributed.__file__).parent
+    sources = [folder / "run.py", *(folder / "launcher").rglob("*.py"), *(folder / "elastic" / "agent").rglob("*.py")]
+    text = "\n".join(source.read_text() for source in sources)
+    read = re.findall(r"""(?:environ(?:\.get)?|getenv)[\[(]\s*["'](\w+)""", text)
+    constants = re.findall(r"""^TORCHELASTIC_\w+ = ["'](\w+)""", text, re.MULTILINE)
+    return {*read, *constants}
+
+
+# What a script reads, or is given: not torchrun's agent itself. CUDA_VISIBLE_DEVICES is left as it is.
+OF_SCRIPTS = {"LOCAL_RANK", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+OF_SCRIPTS |= {"CUDA_VISIBLE_DEVICES"}
+# An option of ``holdfast run`` reads it, and a check of its own; the file is the timer's, which is refused.
+OTHERS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHON_EXEC", "TORCHELASTIC_TIMER_FILE"}
+
+
+def test_every_variable_of_torchruns_agent_is_known() -> None:
+    found = variables_of_torch()
+    assert {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_ENABLE_FILE_TIMER", "PYTHON_EXEC"} <= found
+    assert found - OF_SCRIPTS - OTHERS - {known.name for known in VARIABLES} == set()
+    table = (ROOT / "docs" / "cluster.md").read_text().partition("## torchrun")[2].partition("\n## ")[0]
+    assert [name for name in [*OTHERS, *(known.name for known in VARIABLES)] if f"`{name}`" not in table] == []
 
 
 class Torchrun(Command):
@@ -144,6 +171,8 @@ def test_flags_that_ask_for_what_is_done_anyway(tmp_path: Path) -> None:
         ({}, ["--rdzv-conf", "read_timeout=3"], "--rdzv-conf read_timeout"),
         ({"PET_NNODES": "4", "PET_MASTER_ADDR": "127.0.0.1"}, [], "HOLDFAST_TOKEN"),
         ({"PYTHON_EXEC": "/bin/sh"}, [], "PYTHON_EXEC"),
+        ({"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"}, [], "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        ({"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}, [], "TORCHELASTIC_ENABLE_FILE_TIMER"),
         ({}, ["--redirects", "1"], "--redirects 1"),
         ({}, ["-n", "gpu"], "-n gpu"),
     ],

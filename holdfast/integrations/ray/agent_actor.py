@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class AgentEnd:
     """How an agent has ended: its exit code, and the error that has ended the run."""
 
     code: int
@@ -77,7 +77,7 @@ class AgentActor:
 
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    async def run(self) -> End:
+    async def run(self) -> AgentEnd:
         """Run the agent until its worker is done."""
         logs.show()
         node, _ = await self.place()
@@ -89,7 +89,7 @@ class AgentActor:
             heeds_signals=False,
         )
         code = await self._agent.run()
-        return End(code=code, text="\n".join(complaints))
+        return AgentEnd(code=code, text="\n".join(complaints))
 
     async def leave(self, seconds: float) -> None:
         """Let the worker leave: the node is taken away in so many seconds."""

@@ -18,8 +18,8 @@ from holdfast.cluster.grace import NOT_SAVED
 from holdfast.cluster.keeper import CoordinatorKeeper, free_port
 from holdfast.cluster.membership import new_incarnation
 from holdfast.integrations.ray import native
-from holdfast.integrations.ray.agent_actor import AgentActor, End, Job
-from holdfast.integrations.ray.crew import Crew, GiveUp, Leave, Order, Start
+from holdfast.integrations.ray.agent_actor import AgentActor, AgentEnd, Job
+from holdfast.integrations.ray.crew import AgentCrew, CrewOrder, GiveUp, Leave, Start
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt has ended: 0, or an exit code of ``holdfast run`` and a sentence."""
 
     code: int
@@ -47,23 +47,23 @@ class Outcome:
         return self.code > PREEMPTED
 
 
-def outcome_of(ends: list[End]) -> Outcome:
+def outcome_of(ends: list[AgentEnd]) -> AttemptOutcome:
     """Return the outcome that agents tell of by their ends: of errors the first one, and of notices a loss.
 
-    >>> outcome_of([End(code=1, text="ValueError"), End(code=0, text="")]).code
+    >>> outcome_of([AgentEnd(code=1, text="ValueError"), AgentEnd(code=0, text="")]).code
     0
     """
     if not ends:
-        return Outcome(code=1, text="all workers were lost before one of them had ended")
+        return AttemptOutcome(code=1, text="all workers were lost before one of them had ended")
     if any(end.code == 0 for end in ends):
-        return Outcome(code=0)
+        return AttemptOutcome(code=0)
     errors = [end for end in ends if 0 < end.code < PREEMPTED and end.code != NOT_SAVED]
     notices = [end for end in ends if end.code >= PREEMPTED]
     end = (errors or notices or ends)[0]
-    return Outcome(code=end.code, text=end.text or f"a worker's agent has ended with code {end.code}")
+    return AttemptOutcome(code=end.code, text=end.text or f"a worker's agent has ended with code {end.code}")
 
 
-class Attempt:
+class RayAttempt:
     """Runs a crew to its end. ``look`` is called now and then, to take in what workers have reported."""
 
     def __init__(self, job: Job, scaling: ScalingConfig, run: RunConfig, *, look: Callable[[], None]) -> None:
@@ -72,13 +72,15 @@ class Attempt:
         self._keeper = CoordinatorKeeper(f"{address}:{free_port(address)}")
         self._job = replace(job, endpoint="{}:{}".format(*(self._keeper.address or ("", 0))))
         needs = native.needs(scaling)
-        self._crew = Crew(minimum=scaling.min_workers, maximum=scaling.max_workers, patience=job.patience, needs=needs)
+        self._crew = AgentCrew(
+            minimum=scaling.min_workers, maximum=scaling.max_workers, patience=job.patience, needs=needs
+        )
         self._actors: dict[int, ActorHandle] = {}
         self._lives: dict[int, asyncio.Task[None]] = {}
-        self._ends: list[End] = []
-        self._given_up: Outcome | None = None
+        self._ends: list[AgentEnd] = []
+        self._given_up: AttemptOutcome | None = None
 
-    async def run(self) -> Outcome:
+    async def run(self) -> AttemptOutcome:
         """Run until the training is over, or cannot go on."""
         settings = self._job.settings()
         settings.log_dir.mkdir(parents=True, exist_ok=True)
@@ -111,7 +113,7 @@ class Attempt:
 
     async def _last_words(self) -> None:
         """Wait for agents that end by themselves, as the coordinator has told them."""
-        ending = [self._lives[number] for number, seat in self._crew.seats.items() if seat.node]
+        ending = [self._lives[number] for number, member in self._crew.members.items() if member.node]
         if ending and self._given_up is None:
             await asyncio.wait(ending, timeout=LAST_SECONDS)
 
@@ -124,7 +126,7 @@ class Attempt:
                 self._carry_out(order)
             await asyncio.sleep(DRAIN_SECONDS)
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: CrewOrder) -> None:
         if isinstance(order, Start):
             actor = native.start(AgentActor, self._job, scaling=self._scaling, run=self._run)
             self._actors[order.number] = actor
@@ -132,14 +134,14 @@ class Attempt:
         elif isinstance(order, Leave):
             self._actors[order.number].leave.remote(order.seconds)
         elif isinstance(order, GiveUp):
-            self._given_up = self._given_up or Outcome(code=TOO_FEW, text=order.text)
+            self._given_up = self._given_up or AttemptOutcome(code=TOO_FEW, text=order.text)
 
     async def _live(self, number: int, actor: ActorHandle) -> None:
         """Follow an agent to its end."""
         try:
             node, _ = await native.ask(actor.place.remote())
             self._crew.placed(number, node=node, now=time.monotonic())
-            end: End = await native.ask(actor.run.remote())
+            end: AgentEnd = await native.ask(actor.run.remote())
         except native.Lost as e:
             logger.warning("a worker of Ray is lost: %s", e)
             self._crew.lost(number, cause=str(e), now=time.monotonic())
@@ -147,7 +149,7 @@ class Attempt:
         finally:  # its place is free for another; Ray may only have lost sight of it
             native.kill(self._actors.pop(number))
         self._ends.append(end)
-        if end.code == 0 or self._crew.seats[number].leaving:
+        if end.code == 0 or self._crew.members[number].leaving:
             self._crew.ended(number)
         else:
             self._crew.lost(number, cause=end.text or f"exit code {end.code}", now=time.monotonic())

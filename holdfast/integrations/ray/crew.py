@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast.cluster.watch import Shortage
 from holdfast.words import count
 
 REPLACE_SECONDS = 0.5  # after a loss: the survivors that recover may need the cores
@@ -39,11 +40,11 @@ class GiveUp:
     text: str
 
 
-Order = Start | Leave | GiveUp
+CrewOrder = Start | Leave | GiveUp
 
 
 @dataclass(kw_only=True)
-class Seat:
+class CrewMember:
     """An agent that Ray was asked for."""
 
     node: str = ""  # empty until Ray has placed it
@@ -52,12 +53,12 @@ class Seat:
 
 
 @dataclass(kw_only=True)
-class Crew:
+class AgentCrew:
     """Keeps ``maximum`` agents asked for, and gives up after ``patience`` seconds with fewer than ``minimum`` of them.
 
     ``needs`` says in words what each of them needs. Times are in seconds, of any clock.
 
-    >>> crew = Crew(minimum=1, maximum=2, patience=60.0, needs="1 CPU")
+    >>> crew = AgentCrew(minimum=1, maximum=2, patience=60.0, needs="1 CPU")
     >>> crew.orders(now=0.0)
     [Start(number=0), Start(number=1)]
     >>> crew.placed(0, node="a", now=1.0)
@@ -70,37 +71,39 @@ class Crew:
     maximum: int
     patience: float
     needs: str
-    seats: dict[int, Seat] = field(default_factory=dict)
+    members: dict[int, CrewMember] = field(default_factory=dict)
     has: str = ""  # what the cluster has, in words
     finishing: bool = False  # the training is over: nobody is started any more
     _next: int = 0
     _not_before: float = 0.0
-    _few_since: float | None = None
     _short: int = 0
     _cause: str = ""
+
+    def __post_init__(self) -> None:
+        self._shortage = Shortage(patience=self.patience)
 
     @property
     def present(self) -> int:
         """Number of agents that Ray has placed."""
-        return sum(bool(seat.node) for seat in self.seats.values())
+        return sum(bool(member.node) for member in self.members.values())
 
     def placed(self, number: int, *, node: str, now: float) -> None:
         """Take in where Ray has placed an agent."""
-        self.seats[number].node, self.seats[number].since = node, now
+        self.members[number].node, self.members[number].since = node, now
 
     def ended(self, number: int) -> None:
         """Take in that an agent has ended as it should: it has left, or the training is over."""
-        if not self.seats.pop(number).leaving:
+        if not self.members.pop(number).leaving:
             self.finishing = True
 
     def lost(self, number: int, *, cause: str, now: float) -> None:
         """Take in that an agent has ended otherwise."""
-        seat = self.seats.pop(number)
-        brief = not seat.leaving and (not seat.node or now - seat.since < SHORT_SECONDS)
+        member = self.members.pop(number)
+        brief = not member.leaving and (not member.node or now - member.since < SHORT_SECONDS)
         self._short = self._short + 1 if brief else 0
         self._cause, self._not_before = cause, now + REPLACE_SECONDS
 
-    def orders(self, now: float, draining: Mapping[str, float] | None = None) -> list[Order]:
+    def orders(self, now: float, draining: Mapping[str, float] | None = None) -> list[CrewOrder]:
         """Return what is to be done now. ``draining``: nodes that will be taken away, and in how many seconds.
 
         0 seconds: Ray does not know.
@@ -109,15 +112,15 @@ class Crew:
             return []
         if (reason := self._hopeless(now)) is not None:
             return [GiveUp(text=reason)]
-        orders: list[Order] = []
+        orders: list[CrewOrder] = []
         gone = draining or {}
-        for number, seat in self.seats.items():
-            if seat.node in gone and not seat.leaving:
-                seat.leaving = True
-                orders.append(Leave(number=number, seconds=gone[seat.node] or NO_DEADLINE_SECONDS))
+        for number, member in self.members.items():
+            if member.node in gone and not member.leaving:
+                member.leaving = True
+                orders.append(Leave(number=number, seconds=gone[member.node] or NO_DEADLINE_SECONDS))
         if now >= self._not_before:
-            for _ in range(self.maximum - sum(not seat.leaving for seat in self.seats.values())):
-                self.seats[self._next] = Seat()
+            for _ in range(self.maximum - sum(not member.leaving for member in self.members.values())):
+                self.members[self._next] = CrewMember()
                 orders.append(Start(number=self._next))
                 self._next += 1
         return orders
@@ -126,11 +129,7 @@ class Crew:
         """Return why the run cannot go on; None if it can."""
         if self._short >= TRIES:
             return f"{TRIES} workers in a row ended as soon as they were started: {self._cause}"
-        if self.present >= self.minimum:
-            self._few_since = None
-            return None
-        self._few_since = now if self._few_since is None else self._few_since
-        if now - self._few_since <= self.patience:
+        if not self._shortage.lasts(self.present, self.minimum, now):
             return None
         here = f"Ray has placed {self.present} of at least {count(self.minimum, 'worker')} in {self.patience:g} s"
         return f"{here}: each needs {self.needs}, and the cluster has {self.has or 'nothing'}"

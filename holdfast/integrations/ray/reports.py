@@ -35,8 +35,9 @@ class Reports:
 
     def __init__(self, folder: Path, callbacks: list[UserCallback], context: Any) -> None:
         self._folder, self._callbacks, self._context = folder, callbacks, context
-        self._told = rows.key_of(self._rows()[-1]) if self._rows() else (-1, False)
-        self._size = -1
+        found = self._rows() if series.newest(self._root) is not None else []  # else the run begins anew
+        self._told = rows.key_of(found[-1]) if found else (-1, False)
+        self._seen = self._mark()
 
     @property
     def _journal(self) -> Path:
@@ -49,14 +50,23 @@ class Reports:
 
     def look(self) -> None:
         """Tell the callbacks each new row. A run that goes on from a checkpoint does not tell its steps again."""
-        if not self._callbacks or not self._journal.exists() or self._size == self._journal.stat().st_size:
+        mark = self._mark()
+        if not self._callbacks or mark is None or mark == self._seen:
             return
-        self._size = self._journal.stat().st_size
+        self._seen = mark
         for row in self._rows():
             if rows.key_of(row) > self._told:
                 self._told = rows.key_of(row)
                 for callback in self._callbacks:
                     callback.after_report(self._context, [row], self._checkpoint(series.newest(self._root)))
+
+    def _mark(self) -> tuple[int, int, int] | None:
+        """Return what changes with the journal; None if there is none. One that is begun anew is another file."""
+        try:
+            found = self._journal.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def failed(self, error: Exception) -> None:
         """Tell the callbacks the error that ends an attempt."""

@@ -14,7 +14,7 @@ from holdfast.cluster.stuck import StepTimeout
 from holdfast.errors import UsageError
 from holdfast.integrations.ray import native
 from holdfast.integrations.ray.agent_actor import Job
-from holdfast.integrations.ray.attempt import Attempt, Outcome
+from holdfast.integrations.ray.attempt import AttemptOutcome, RayAttempt
 from holdfast.integrations.ray.worker import LOGS, PROGRAM, TrainFunction, takes_config
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ class HoldfastTrainer:
         A run of the same name and ``storage_path`` goes on from its last checkpoint. Raises ``UsageError`` for what
         another attempt would not change, and ``ray.train.TrainingFailedError`` for every other error of the training.
         """
-        import cloudpickle
         from ray.train import WorkerGroupError
 
         from holdfast.integrations.ray.reports import Reports  # imports torch, which no actor needs
@@ -87,9 +86,10 @@ class HoldfastTrainer:
         native.connect()
         folder = Path(self._run.storage_path).expanduser().absolute() / self._run.name
         logs = folder / LOGS
+        program = self._pickled()
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            (logs / PROGRAM).write_bytes(cloudpickle.dumps((self._train, self._config or {})))
+            (logs / PROGRAM).write_bytes(program)
         except OSError as e:
             raise UsageError(f"the run's folder cannot be written: {e}", hint="RunConfig(storage_path=...)") from e
         context = native.run_context(self._run, self._config, self._scaling)
@@ -101,12 +101,23 @@ class HoldfastTrainer:
             raise UsageError(outcome.text.removeprefix("holdfast: "))
         raise WorkerGroupError(outcome.text, {})
 
-    async def _attempts(self, folder: Path, reports: Reports) -> Outcome:
+    def _pickled(self) -> bytes:
+        """Return the train function and its config, as workers read them."""
+        import cloudpickle
+
+        try:
+            program: bytes = cloudpickle.dumps((self._train, self._config or {}))
+        except Exception as e:  # whatever their own parts raise
+            hint = "make it in the train function: it runs in processes of other machines"
+            raise UsageError(f"the train function or its config cannot be sent to workers: {e}", hint=hint) from e
+        return program
+
+    async def _attempts(self, folder: Path, reports: Reports) -> AttemptOutcome:
         """Try until the training is over, or as often as the ``FailureConfig`` allows."""
         limits = {False: self._run.failure_config.max_failures, True: self._run.failure_config.max_preemption_failures}
         while True:
             reports.clear()
-            attempt = Attempt(self._job(folder), self._scaling, self._run, look=reports.look)
+            attempt = RayAttempt(self._job(folder), self._scaling, self._run, look=reports.look)
             outcome = await attempt.run()
             reports.look()
             if outcome.code == 0:

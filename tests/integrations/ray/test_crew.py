@@ -8,15 +8,15 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.integrations.ray import HoldfastTrainer, checkpoint_folder
-from holdfast.integrations.ray.agent_actor import End
+from holdfast.integrations.ray.agent_actor import AgentEnd
 from holdfast.integrations.ray.attempt import outcome_of
-from holdfast.integrations.ray.crew import NO_DEADLINE_SECONDS, TRIES, Crew, GiveUp, Leave, Start
+from holdfast.integrations.ray.crew import NO_DEADLINE_SECONDS, TRIES, AgentCrew, GiveUp, Leave, Start
 from holdfast.integrations.ray.worker import takes_config
 
 
-def crew_of(minimum: int, maximum: int, *, placed: int) -> Crew:
+def crew_of(minimum: int, maximum: int, *, placed: int) -> AgentCrew:
     """A crew that has asked for its maximum, of which so many are placed, on nodes a, b, c."""
-    crew = Crew(minimum=minimum, maximum=maximum, patience=60.0, needs="1 CPU", has="2 CPU")
+    crew = AgentCrew(minimum=minimum, maximum=maximum, patience=60.0, needs="1 CPU", has="2 CPU")
     assert crew.orders(0.0) == [Start(number=number) for number in range(maximum)]
     for number in range(placed):
         crew.placed(number, node="abc"[number], now=0.0)
@@ -81,13 +81,13 @@ def test_agents_that_end_at_once_are_not_started_for_ever() -> None:
 
 
 def test_the_outcome_of_several_ends() -> None:
-    lost = End(code=3, text="too few")
-    error = End(code=1, text="ValueError")
-    notice = End(code=143, text="")
-    assert outcome_of([error, End(code=0, text="")]).code == 0
+    lost = AgentEnd(code=3, text="too few")
+    error = AgentEnd(code=1, text="ValueError")
+    notice = AgentEnd(code=143, text="")
+    assert outcome_of([error, AgentEnd(code=0, text="")]).code == 0
     assert outcome_of([notice, error, lost]).text == "ValueError"
     assert outcome_of([notice, notice]).preempted
-    assert outcome_of([notice, End(code=5, text="not saved")]).preempted
+    assert outcome_of([notice, AgentEnd(code=5, text="not saved")]).preempted
     assert outcome_of([]).code == 1
 
 
