@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import torch
 
 from holdfast.engine.boundary import unshared
@@ -24,10 +27,12 @@ class Collector:
         self._ready: set[int] = set()  # ids of parameters whose gradient of the current micro-batch is there
         self.seen: set[int] = set()  # ids of parameters that have got a gradient in this attempt
         self._passing = True  # a gradient that comes now is one of a backward pass of the step
+        # Python's collector does not see through such hooks: one that kept this object would keep the run for ever.
+        this = weakref.ref(self)
         for layer in model.layers:
             for p in layer.parameters():
                 if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+                    p.register_post_accumulate_grad_hook(partial(_tell, this))  # type: ignore[no-untyped-call]
 
     def begin(self, reduction: Reduction) -> None:
         """Collect for this reduction from now on."""
@@ -84,6 +89,13 @@ class Collector:
             except Broken:  # it is raised again at the end of the passes
                 if reduction.group.team.size == 1:
                     raise
+
+
+def _tell(collector: weakref.ref[Collector], p: torch.Tensor) -> None:
+    """Tell a collector of a gradient, if it is still there."""
+    listener = collector()
+    if listener is not None:
+        listener._gradient_ready(p)
 
 
 def _unshared(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +149,13 @@ def test_a_gradient_is_sent_whole_or_refused(reentrant: bool) -> None:
     gradient = torch.cat([p.grad.flatten() for p in reversed(whole.model.trainable)])
     sent = [t.sum() for t in listener.heard]
     assert torch.allclose(sum(sent[:2]), gradient[4:].sum(), atol=1e-5)
+
+
+def test_an_engine_that_is_left_within_a_step_is_freed() -> None:
+    """Python's collector does not see through torch's hooks: what they keep stays for ever."""
+    engine = make_engine(mlp())
+    model = weakref.ref(engine.model.layers[0])
+    engine.collector.begin(SimpleNamespace(buckets=(), engine=engine))  # type: ignore[arg-type]
+    del engine
+    gc.collect()
+    assert model() is None
