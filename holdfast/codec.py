@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 # JSON has no tuple, no bytes and no infinity, and its keys are strings. Such a value is written as a dict with one of
 # these keys. A user's dict that has one of these keys is written as a list of items, so that it is not taken for one.
@@ -49,7 +50,7 @@ def encode(value: Any, tensor: Callable[[Any], Any], where: str = "state") -> An
         return encode(_plain_number(value), tensor, where)
     found = tensor(value)
     if found is None:
-        raise UsageError(f"{where} is a {type(value).__name__}, which cannot be kept", hint=_HINT)
+        raise UsageError(f"{where} is {a_kind(value)}, which cannot be kept", hint=_HINT)
     return {TENSOR: found}
 
 

@@ -89,6 +89,16 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else many}"
 
 
+def a_kind(value: object) -> str:
+    """Return what a value is, with an article.
+
+    >>> a_kind(3), a_kind([]), a_kind(RuntimeError())
+    ('an int', 'a list', 'a RuntimeError')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def some_of(names: Sequence[str], most: int = 16) -> str:
     """Return names as a text that does not grow with their number: of many only the first ones, and how many more.
 

@@ -441,6 +441,11 @@ def test_a_model_that_is_wrapped_in_ddp_is_refused(inside: bool) -> None:
         make(layers=[nn.Linear(4, 4), wrapped] if inside else wrapped, numerics="fast")
 
 
+def test_a_model_that_is_wrapped_in_data_parallel_is_refused() -> None:
+    with pytest.raises(holdfast.UsageError, match=r"layer '1' is wrapped in DataParallel.*model.module\)"):
+        make(layers=[nn.Linear(4, 4), nn.DataParallel(nn.Linear(4, 3))], numerics="fast")
+
+
 def test_a_model_is_saved_to_a_path() -> None:
     with pytest.raises(holdfast.UsageError, match=r"3 is no path of a file \(as in"):
         make().save_model(3)  # type: ignore[arg-type]

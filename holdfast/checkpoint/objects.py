@@ -19,6 +19,7 @@ from holdfast.checkpoint.rank_values import PerRank
 from holdfast.checkpoint.safetensors_writer import bytes_of
 from holdfast.checkpoint.trees import refs
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 # Parts that torch.compile and activation checkpointing put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -81,9 +82,7 @@ class Described:
 def check_tree(tree: object) -> None:
     """Raise ``UsageError`` if what is to be saved or loaded is no dict."""
     if not isinstance(tree, Mapping):
-        raise UsageError(
-            f"a {type(tree).__name__} is no dict of what a checkpoint holds", hint="as in {'model': model}"
-        )
+        raise UsageError(f"{a_kind(tree)} is no dict of what a checkpoint holds", hint="as in {'model': model}")
 
 
 def describe(tree: Mapping[str, Any], *, rank: int = 0, trainable_only: bool = False) -> Described:
@@ -100,7 +99,7 @@ def describe(tree: Mapping[str, Any], *, rank: int = 0, trainable_only: bool = F
     walker = _Walker(names=parameter_names(tree), absent=absent_in(tree), rank=rank)
     for key in tree:
         if not isinstance(key, str):
-            raise UsageError(f"the key {key!r} is a {type(key).__name__}", hint="name what is saved by text")
+            raise UsageError(f"the key {key!r} is {a_kind(key)}", hint="name what is saved by text")
     walker.out.tree = {key: walker.walk(value, (key,)) for key, value in tree.items()}
     if trainable_only:
         walker.leave_frozen_out()
@@ -246,7 +245,7 @@ class _Walker:
         if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
             return value
         raise UsageError(
-            f"{name_of(path)} is a {type(value).__name__}, which cannot be saved",
+            f"{name_of(path)} is {a_kind(value)}, which cannot be saved",
             hint="modules, optimizers, things with a state_dict, tensors, numbers, strings, lists and dicts can",
         )
 
@@ -313,7 +312,7 @@ class _Walker:
         known = {p for group in optimizer.param_groups for p in group["params"]}
         for stray in optimizer.state:
             if stray not in known:
-                shown = stray if isinstance(stray, str) else f"a {type(stray).__name__}"
+                shown = stray if isinstance(stray, str) else f"{a_kind(stray)}"
                 raise UsageError(f"{name_of(path)} keeps {shown} beside its parameters", hint="save it by itself")
         state, groups = {}, []
         for group, called in zip(optimizer.param_groups, keys, strict=True):

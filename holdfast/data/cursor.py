@@ -17,6 +17,7 @@ from holdfast import codec
 from holdfast.data.stream import Stream
 from holdfast.errors import UsageError
 from holdfast.rng import Generators, generators, seed_everything, seed_of, set_generators
+from holdfast.words import a_kind
 
 CPU = torch.device("cpu")
 LEAD_ASTRAY = {"StatefulDataLoader", "_StatefulBaseDataLoaderIter"}  # classes of torchdata with inexact states
@@ -95,7 +96,7 @@ class Cursor:
             return source
         if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
             raise UsageError(
-                f"a shard was opened as a {type(source).__name__}, which gives no samples",
+                f"a shard was opened as {a_kind(source)}, which gives no samples",
                 hint="open_shard(shard) gives an iterator or a list",
             )
         self._samples = iter(source)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError
 from holdfast.rng import seed_everything, seed_of
+from holdfast.words import a_kind
 
 Collate = Callable[[list[Any]], Any]
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def refuse_loader(data: object) -> None:
     """Raise ``UsageError`` for a ``DataLoader`` that gives batches. One that gives samples is a stream."""
     if isinstance(data, DataLoader) and data.batch_sampler is not None:
         raise UsageError(
-            f"a {type(data).__name__} gives batches, and a run makes its own from samples",
+            f"{a_kind(data)} gives batches, and a run makes its own from samples",
             hint="data=holdfast.Data(loader.dataset, collate=…, num_workers=…)",
         )
 

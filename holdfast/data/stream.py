@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from holdfast.checks import by_name, to_whole
 from holdfast.data.fetch import refuse_loader
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 Positions = Literal["auto", "state", "count"]
 
@@ -65,12 +66,12 @@ class Stream:
         refuse_loader(source)
         if isinstance(source, Iterator) and not hasattr(source, "state_dict"):
             raise UsageError(
-                f"a {type(source).__name__} can be read only once",
+                f"{a_kind(source)} can be read only once",
                 hint="give a function that opens a shard: Stream(open_shard, shards=[…])",
             )
         if not self._is_function and not isinstance(source, Iterable | IterableDataset):
             raise UsageError(
-                f"a {type(source).__name__} is no stream", hint="as in Stream(open_shard, shards=['a.txt', 'b.txt'])"
+                f"{a_kind(source)} is no stream", hint="as in Stream(open_shard, shards=['a.txt', 'b.txt'])"
             )
 
         if self._is_function and not _takes_a_shard(source):
@@ -165,7 +166,7 @@ def _never_read(source: Any) -> Any:
         return copy.deepcopy(source, modules)
     except Exception as e:
         raise UsageError(
-            f"a {type(source).__name__} keeps its position, and cannot be copied to be read from its begin: {e}",
+            f"{a_kind(source)} keeps its position, and cannot be copied to be read from its begin: {e}",
             hint="give a function that makes it: Stream(lambda shard: make(), shards=1)",
         ) from e
 

@@ -25,6 +25,7 @@ from holdfast.engine.names import Names
 from holdfast.engine.reduce import Reduction
 from holdfast.errors import UsageError
 from holdfast.rng import seed_of, seed_torch
+from holdfast.words import a_kind
 
 if TYPE_CHECKING:
     from holdfast.engine.engine import Engine
@@ -235,8 +236,9 @@ def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
 def checked(loss: Any) -> torch.Tensor:
     """Return a loss as a tensor to begin a backward pass at. Raises ``UsageError`` if it is none."""
     if not isinstance(loss, torch.Tensor):
-        kind = type(loss).__name__
-        raise UsageError(f"loss gave a {kind}, and must give a tensor of one number", hint="as in model(**batch).loss")
+        raise UsageError(
+            f"loss gave {a_kind(loss)}, and must give a tensor of one number", hint="as in model(**batch).loss"
+        )
     if loss.numel() != 1 or loss.is_complex():
         raise UsageError("loss must give one number, the mean over the samples", hint="reduction='mean'")
     if not loss.requires_grad:

@@ -37,6 +37,7 @@ from holdfast.plan.layout import Layout, side_by_side
 from holdfast.plan.timeline import one_forward_one_backward
 from holdfast.rng import seed_everything, seed_of
 from holdfast.undo.eager import Eager
+from holdfast.words import a_kind
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Weight = Callable[[Any], Any]  # of a batch: a number
@@ -428,7 +429,7 @@ def weight_of(given: Any) -> float:
     try:
         value = float(given)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise UsageError(f"weight gave a {type(given).__name__}, not a number", hint="as in .sum()") from e
+        raise UsageError(f"weight gave {a_kind(given)}, not a number", hint="as in .sum()") from e
     if not 0 <= value < math.inf:
         raise UsageError(f"weight gave {value}", hint="a number from 0 on, such as the number of tokens that count")
     return value

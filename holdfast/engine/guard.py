@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from holdfast.engine.fingerprint import PIECE, checksum, checksums, is_plain, mark
 from holdfast.engine.model import LayeredModel, Unit
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 LOOK = 1 << 20  # bytes compared in each step at least: 0.05 ms
 ROUND = 32  # steps until every byte was compared: less than 1% of a step, even if that only reads each weight once
@@ -118,7 +119,7 @@ class Guard:
         for module, there in self._there:
             if (now := _there(module)) != there:
                 raise UsageError(
-                    f"the forward pass makes or removes buffer '{min(now ^ there)}' of a {type(module).__name__}",
+                    f"the forward pass makes or removes buffer '{min(now ^ there)}' of {a_kind(module)}",
                     hint="register all buffers, with their values, when the layer is made",
                 )
         found = {id(each): each for each in self._held if each.is_replaced or each.now() != each.mark}

@@ -15,6 +15,7 @@ from holdfast.data.fetch import Dataset
 from holdfast.engine.engine import Engine, weight_of
 from holdfast.engine.walk import Passed, evaluation_order, walk
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 Measure = Callable[[Any, Any], Any]  # of output and target, or of model and batch: a number, or (number, weight)
 
@@ -71,7 +72,7 @@ def _value_of(name: str, given: Any) -> tuple[float, float | None]:
     except (TypeError, ValueError, RuntimeError) as e:
         called = f"measure '{name}'" if name else "the measure"
         raise UsageError(
-            f"{called} gave a {type(value).__name__}, not a number",
+            f"{called} gave {a_kind(value)}, not a number",
             hint="the mean over the micro-batch, or (mean, weight); run.predict gives outputs themselves",
         ) from e
     return number, None if own is None else weight_of(own)

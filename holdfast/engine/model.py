@@ -17,6 +17,7 @@ from holdfast.engine.shards import is_split
 from holdfast.engine.tied_weights import alias_shared, share, shared_names
 from holdfast.errors import UsageError
 from holdfast.rng import seed_everything, seed_of, seed_torch, undisturbed_generators
+from holdfast.words import a_kind
 
 Layers = nn.Module | Iterable[nn.Module | Callable[[], nn.Module]] | CutModel
 
@@ -114,7 +115,7 @@ class LayeredModel:
             seed_everything(seed_of(self.seed, "make", number), self.device)
             layer = self._makers[number]()
         if not isinstance(layer, nn.Module):
-            raise UsageError(f"layer {number}: the function gave a {type(layer).__name__}", hint="a torch module")
+            raise UsageError(f"layer {number}: the function gave {a_kind(layer)}", hint="a torch module")
         if any(id(tensor) in self._strides for tensor in [*layer.parameters(), *layer.buffers()]):
             raise UsageError(
                 f"layer {number}: the function gave what it or another had given before",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from holdfast.checkpoint.objects import clean
 from holdfast.engine.model import LayeredModel, Unit
 
 Held = Callable[[Unit], bool]  # whether this worker holds a unit
@@ -29,6 +30,8 @@ class Named:
 class Names:
     """Finds the layers that each name of the whole module belongs to. The caller says which units are held.
 
+    Names are those of the plain model, also where ``torch.compile`` has put it, or parts of it, into wrappers.
+
     >>> import torch
     >>> model = LayeredModel([nn.Linear(1, 1), nn.Linear(1, 1)], seed=0, device=torch.device("cpu"))
     >>> model.release([0])
@@ -44,16 +47,19 @@ class Names:
     def saved(self, held: Held) -> dict[str, Named]:
         """Return what the module's ``state_dict`` lists, in its order."""
         listed = self._model.module.state_dict(keep_vars=True)
-        return {name: self._named(name, value, held) for name, value in listed.items()}
+        return {clean(name): self._named(name, value, held) for name, value in listed.items()}
 
     def transient(self, held: Held) -> dict[str, Named]:
         """Return the buffers that are not in ``state_dict`` (``persistent=False``)."""
         saved = self._model.module.state_dict(keep_vars=True)
         buffers = self._model.module.named_buffers()
-        return {name: self._named(name, buffer, held) for name, buffer in buffers if name not in saved}
+        return {clean(name): self._named(name, buffer, held) for name, buffer in buffers if name not in saved}
 
     def extra(self) -> dict[int, list[str]]:
-        """Return the names of extra state, which modules save beside their tensors, by the unit that it moves with."""
+        """Return the names of extra state, which modules save beside their tensors, by the unit that it moves with.
+
+        They are the keys of the module's ``state_dict``, with what wrappers put into them.
+        """
         found: dict[int, list[str]] = {}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
             if id(self._primaries.get(id(value), value)) not in self._units and (layers := self._layers_with(name)):
@@ -64,7 +70,7 @@ class Names:
         """Return the parameters that the optimizer has, in its order, each by the first of its names."""
         names: dict[int, str] = {}
         for name, p in self._model.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(self._primaries.get(id(p), p)), name)
+            names.setdefault(id(self._primaries.get(id(p), p)), clean(name))
         return {names[id(p)]: p for p in self._model.trainable}
 
     def has(self, p: Tensor, held: Held) -> bool:

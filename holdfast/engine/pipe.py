@@ -29,6 +29,7 @@ from holdfast.cluster.talk import Transfer
 from holdfast.engine.boundary import lies_well
 from holdfast.errors import UsageError
 from holdfast.log.record import Message
+from holdfast.words import a_kind
 
 REMEMBERED = 256  # descriptions that both ends remember; both forget the oldest at the same message
 UNCLAIMED = 4  # rooms (memory for messages that did not come) at a time: an offer to receive cannot be taken back
@@ -227,7 +228,7 @@ def _refuse_subclasses(value: Any) -> None:
     if isinstance(value, tuple | list | dict):
         if type(value) not in (tuple, list, dict, torch.Size):
             raise UsageError(
-                f"a layer gives a {type(value).__name__}, which cannot be sent to another worker as such",
+                f"a layer gives {a_kind(value)}, which cannot be sent to another worker as such",
                 hint="tensors, numbers and text, in tuples, lists or dicts",
             )
         for item in value.values() if isinstance(value, dict) else value:

@@ -17,6 +17,7 @@ from torch import Tensor
 from holdfast import codec
 from holdfast.engine.fingerprint import is_plain
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.words import a_kind
 
 DIGITS = 4300  # of a number: Python writes and reads no more as text unless it is told to
 MOST = 10**DIGITS
@@ -63,7 +64,7 @@ def plain(value: Any, where: str, *, of_object: bool = False, depth: int = 0) ->
     if type(value) is dict or (of_object and isinstance(value, dict)):
         for key in value:
             if key is not None and not isinstance(key, bool | int | float | str):
-                raise UsageError(f"{where} has a key that is a {type(key).__name__}", hint="a string or a number")
+                raise UsageError(f"{where} has a key that is {a_kind(key)}", hint="a string or a number")
         return {key: inner(item, f"{where}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)([inner(item, f"{where}[{number}]") for number, item in enumerate(value)])
@@ -154,8 +155,7 @@ def taken(mine: Any, told: Any, where: str) -> Any:
         except HoldfastError:
             raise
         except Exception as e:
-            name = type(mine).__name__
-            raise HoldfastError(f"{where} is a {name} that does not take the state that was kept: {e}") from e
+            raise HoldfastError(f"{where} is {a_kind(mine)} that does not take the state that was kept: {e}") from e
         return mine
     if isinstance(told, Tensor):
         if isinstance(mine, Tensor) and mine.shape == told.shape and mine.dtype == told.dtype and _is_writable(mine):

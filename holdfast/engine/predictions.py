@@ -27,6 +27,7 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.rooms import Rooms
 from holdfast.engine.walk import Passed, walk
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 Keep = Callable[[Any, Any], Any]  # of output and target, or of model and batch: tensors with a row for each sample
 BLOCK = 2**26  # bytes of one message: 64 MiB
@@ -192,7 +193,7 @@ def _numbered(value: Any, leaves: list[torch.Tensor]) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if value is None:
         return None
-    raise UsageError(f"a prediction is a {type(value).__name__}, not a tensor", hint=HINT)
+    raise UsageError(f"a prediction is {a_kind(value)}, not a tensor", hint=HINT)
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -22,6 +22,7 @@ import numpy as np
 
 from holdfast.engine.plain import copied, objects_in, plain, shared_in, size_of, taken
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 SMALL = 4096  # bytes up to which a value is remembered at the end of each loop: every checkpoint has them all
 
@@ -63,10 +64,10 @@ class ScriptState(MutableMapping[str, Any]):
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         given = {} if given is None else given
         if not isinstance(given, Mapping):
-            raise UsageError(f"state is a {type(given).__name__}", hint="a dict, as in {'best': float('inf')}")
+            raise UsageError(f"state is {a_kind(given)}", hint="a dict, as in {'best': float('inf')}")
         for key in given:
             if not isinstance(key, str):
-                raise UsageError(f"the key {key!r} of state is a {type(key).__name__}", hint="a string")
+                raise UsageError(f"the key {key!r} of state is {a_kind(key)}", hint="a string")
         # The script's own dict, if it is one: what is changed through it counts too.
         self._values: dict[str, Any] = given if isinstance(given, dict) else dict(given)
         self._keys = tuple(self._values)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.checkpoint.objects import Absent, PartialModule, clean
+from holdfast.checkpoint.objects import Absent, PartialModule
 from holdfast.engine.agreement import MODEL, SCRIPT, SETTINGS, SLOTS, Digests, NewHash, combine, digest_of
 from holdfast.engine.averages import Ema, average_dtype
 from holdfast.engine.holdings import Holdings
@@ -199,7 +199,7 @@ class State:
 
     def _sections(self, held: Held) -> dict[str, Any]:
         saved = self._names.saved(held)
-        absent = {clean(name): _absent(one) for name, one in saved.items() if not one.held}
+        absent = {name: _absent(one) for name, one in saved.items() if not one.held}
         return {"model": PartialModule(module=self.model.module, absent=absent), "optimizer": self.update.optimizer}
 
     def _transient(self, held: Held) -> dict[str, Any]:

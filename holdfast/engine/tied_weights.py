@@ -20,6 +20,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 Module = TypeVar("Module", bound=nn.Module)
 Aliases = list[tuple[nn.Parameter, nn.Parameter]]  # (the later layer's own leaf, the weight that it stands for)
@@ -69,7 +70,7 @@ def tied(layer: Any, /, **shared: nn.Parameter | str) -> Any:
         if isinstance(value, str) and not re.fullmatch(r"\d+(\.\w+)+", value):
             raise UsageError(f"'{name}' is tied to '{value}', which names no layer's parameter", hint=BY_NAME)
         if not isinstance(value, nn.Parameter | str):
-            raise UsageError(f"'{name}' is tied to a {type(value).__name__}", hint="a parameter, or the name of one")
+            raise UsageError(f"'{name}' is tied to {a_kind(value)}", hint="a parameter, or the name of one")
     if isinstance(layer, nn.Module):
         return _tie_module(layer, shared)
     if not callable(layer):

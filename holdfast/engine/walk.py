@@ -17,6 +17,7 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.stage import Stage
 from holdfast.errors import UsageError
 from holdfast.rng import seed_everything, seed_of
+from holdfast.words import a_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ def check_dataset(data: object) -> None:
     """Raise ``UsageError`` if a data set cannot be evaluated: workers share it by the numbers of its samples."""
     if Stream.is_meant(data) or not is_map_style(data):
         raise UsageError(
-            f"a {type(data).__name__} cannot be evaluated: its samples have no numbers",
+            f"{a_kind(data)} cannot be evaluated: its samples have no numbers",
             hint="the data set itself, with len(data) and data[i]: loader.dataset, for example",
         )
 

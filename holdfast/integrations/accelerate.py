@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import accelerate  # type: ignore[import-untyped]
 import torch
@@ -22,17 +22,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from holdfast.data.source import Data
-from holdfast.engine.engine import Weight
 from holdfast.engine.numerics import Numerics
 from holdfast.errors import UsageError
 from holdfast.integrations.alone import be_alone
 from holdfast.integrations.loaders import data_of
+from holdfast.integrations.loop_settings import LoopSettings, divided
 from holdfast.integrations.shares import Shares, steps_per_epoch
-from holdfast.recovery.resume import Checkpoints
 from holdfast.run.loop import Loop
 from holdfast.run.script import Step
 
-HONOURED = ("mixed_precision", "cpu", "device_placement")
 REFUSED = {
     "save_state": "checkpoint= saves, and a run resumes by itself",
     "load_state": "checkpoint= saves, and a run resumes by itself",
@@ -43,6 +41,14 @@ REFUSED = {
     "init_trackers": "accelerator.log, and accelerator.loop.log_to('wandb') before the training",
     "trigger_sync_in_backward": "gradients are summed in optimizer.step()",
 }
+
+
+class AcceleratorSettings(LoopSettings, total=False):
+    """Settings of an ``Accelerator``: those of its loop, and Accelerate's own that are honoured."""
+
+    mixed_precision: str
+    cpu: bool
+    device_placement: bool
 
 
 class Accelerator(accelerate.Accelerator):
@@ -57,31 +63,18 @@ class Accelerator(accelerate.Accelerator):
     again, and the scheduler does not move. Raises ``UsageError`` for what cannot be honoured.
     """
 
-    def __init__(
-        self,
-        *,
-        global_batch: int,
-        seed: int = 0,
-        weight: Weight | None = None,
-        numerics: Literal["exact", "fast"] | Numerics = "exact",
-        checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-        **given: Any,
-    ) -> None:
-        _refuse(given)
+    def __init__(self, *, global_batch: int, **given: Unpack[AcceleratorSettings]) -> None:
+        settings, own = divided(given)
+        _refuse(own)
         self._rank = int(os.environ.get("RANK", "0"))
         be_alone()
         # Counting micro-batches is holdfast's: a scheduler that counted those of this worker would differ from others'.
         plugin = GradientAccumulationPlugin(num_steps=1, adjust_scheduler=False, sync_with_dataloader=False)
-        super().__init__(gradient_accumulation_plugin=plugin, **given)
+        super().__init__(gradient_accumulation_plugin=plugin, **own)
         if self.mixed_precision not in ("no", "bf16"):
             raise UsageError(f"mixed_precision={self.mixed_precision!r} cannot be honoured", hint="'no' or 'bf16'")
-        self._settings: dict[str, Any] = {
-            "global_batch": global_batch,
-            "seed": seed,
-            "weight": weight,
-            "checkpoint": checkpoint,
-        }
-        self._numerics = _with_autocast(Numerics.of(numerics), self.mixed_precision)
+        numerics = _with_autocast(settings["numerics"], self.mixed_precision)
+        self._settings: dict[str, Any] = {**settings, "global_batch": global_batch, "numerics": numerics}
         self._model_given: nn.Module | None = None
         self._optimizer_given: Optimizer | None = None
         self._data: tuple[Data, int] | None = None
@@ -144,7 +137,7 @@ class Accelerator(accelerate.Accelerator):
             state = {"schedulers": self._schedulers_given, "registered": [*self._custom_objects]}
             self._loop = Loop(
                 model=self._model_given, optimizer=self._optimizer_given, data=data, micro_batch=micro_batch,
-                numerics=self._numerics, state={key: value for key, value in state.items() if value}, **self._settings,
+                state={key: value for key, value in state.items() if value}, **self._settings,
             )  # fmt: skip
         return self._loop
 
@@ -295,7 +288,7 @@ class Accelerator(accelerate.Accelerator):
 
 def _refuse(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
-        if name in HONOURED or (name == "gradient_accumulation_steps" and value == 1):
+        if name in AcceleratorSettings.__annotations__ or (name == "gradient_accumulation_steps" and value == 1):
             continue
         hint = "global_batch= is what a step has" if "accumulation" in name else "leave it out"
         raise UsageError(f"Accelerator({name}=…) cannot be honoured", hint=hint)

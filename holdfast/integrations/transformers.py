@@ -24,9 +24,10 @@ from holdfast.errors import UsageError
 from holdfast.integrations import hf_checkpoints, hf_losses, hf_reporters, trainer_state, training_arguments
 from holdfast.integrations.alone import be_alone
 from holdfast.integrations.sampled import SampledData
+from holdfast.journal.rows import FACTS
 from holdfast.run.loop import Loop
 from holdfast.run.loop_step import LoopStep
-from holdfast.run.script import FACTS, Step
+from holdfast.run.script import Step
 
 be_alone()
 if not hasattr(transformers.Trainer, "_init_training_state"):

@@ -100,12 +100,16 @@ class Journal:
                 "there is no step yet to log for", hint="call run.log in the loop over run.steps(), or after it"
             )
         step, is_after = self._place
+        row = self._row or {"step": step, **({"after": True} if is_after else {}), "time": round(time.time(), 3)}
         if found.get("step", step) != step:
             raise UsageError(f"step={found['step']!r} is not the step that is logged: {step}", hint="leave it out")
+        if names := [name for name in rows.FACTS if name in found and (name, found[name]) not in row.items()]:
+            raise UsageError(
+                f"'{names[0]}' is what the journal itself notes of each step, and this is another value",
+                hint=f"choose another name, as in {{'test/{names[0]}': …}}",
+            )
         self._folder = self._folder or FOLDER
-        if self._row is None:
-            self._row = {"step": step, **({"after": True} if is_after else {}), "time": round(time.time(), 3)}
-        self._row |= found
+        self._row = row | found
 
     def close(self) -> None:
         """End the row of the place where the script was. The next commit makes it final."""

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 Row = dict[str, Any]
 NAME = "metrics.jsonl"  # of the file
 OWN = ("step", "after", "time")  # keys that are not values
+FACTS = ("loss", "epoch", "lr", "grad_norm", "seconds", "tokens", "workers")  # of a committed step, in its row
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[int, bool]:
@@ -39,7 +41,7 @@ def plain(values: Mapping[str, Any]) -> Row:
     {'accuracy': 0.5, 'lost': None}
     """
     if not isinstance(values, Mapping):
-        raise UsageError(f"a {type(values).__name__} cannot be logged", hint="a dictionary, as in {'accuracy': 0.9}")
+        raise UsageError(f"{a_kind(values)} cannot be logged", hint="a dictionary, as in {'accuracy': 0.9}")
     if names := [name for name in values if not isinstance(name, str)]:
         raise UsageError(f"{names[0]!r} is no name of a logged value", hint="as in {'accuracy': 0.9}")
     if names := [name for name in OWN[1:] if name in values]:
@@ -61,7 +63,7 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain(name, item) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(f"{name}.{key}", item) for key, item in value.items()}
-    raise UsageError(f"'{name}' is a {type(value).__name__}, which cannot be logged", hint="a number, or text")
+    raise UsageError(f"'{name}' is {a_kind(value)}, which cannot be logged", hint="a number, or text")
 
 
 def read(path: Path) -> list[Row]:

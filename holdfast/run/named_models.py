@@ -10,10 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.checkpoint.objects import clean
 from holdfast.engine.several import Several
 from holdfast.engine.update import MakeOptimizer, wants_names
 from holdfast.errors import UsageError
 from holdfast.sync.policy import Policy
+from holdfast.words import a_kind
 
 
 def check_names(model: object, optimizer: object, schedule: object, sync: object) -> tuple[str, ...]:
@@ -33,7 +35,7 @@ def check_names(model: object, optimizer: object, schedule: object, sync: object
     for name, part in optimizer.items():
         if not isinstance(part, Optimizer) and not callable(part):
             raise UsageError(
-                f"optimizer[{name!r}] is a {type(part).__name__}", hint="an optimizer, or a function that makes one"
+                f"optimizer[{name!r}] is {a_kind(part)}", hint="an optimizer, or a function that makes one"
             )
         _refuse_frozen(part, f"optimizer[{name!r}]")
     _refuse_shared(model, optimizer)
@@ -83,7 +85,7 @@ def one_maker(model: Any, optimizer: Any) -> MakeOptimizer:
 def _made(part: Optimizer | MakeOptimizer, model: nn.Module) -> Optimizer:
     if isinstance(part, Optimizer):
         return part
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(clean(name), p) for name, p in model.named_parameters() if p.requires_grad]
     return part(named if wants_names(part) else [p for _, p in named])
 
 

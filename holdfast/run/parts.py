@@ -28,7 +28,7 @@ from holdfast.recovery.arrange import Arranger, Wishes
 from holdfast.recovery.replay import Replayer
 from holdfast.run.saver import Saver
 from holdfast.run.settings import Settings
-from holdfast.sync.policy import refuse_ddp, refuse_talking_layers
+from holdfast.sync.policy import refuse_talking_layers, refuse_wrapped
 from holdfast.undo.undo import check, undo_step
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _make_model(settings: Settings) -> LayeredModel:
     layers = settings.layers if settings.model is None else CutModel(module=settings.model, layers=[settings.model])
     assert layers is not None  # Settings has checked it
     model = LayeredModel(layers, seed=settings.seed, device=settings.numerics.choose_device())
-    refuse_ddp(model.module)
+    refuse_wrapped(model.module)
     if exact or settings.policy is not None:
         refuse_talking_layers(model.module)
     return model

@@ -32,9 +32,6 @@ class Step:
     notes: Sequence[Any] | None = None  # what was noted of each micro-batch: ``step.commit(notes=…)`` of a ``Loop``
 
 
-FACTS = ("loss", "epoch", "lr", "grad_norm", "seconds", "tokens", "workers")  # of a step, in each row of the journal
-
-
 class Script:
     """The position of this worker's script: in the body of a loop, or after one; and what it has asked for there.
 

@@ -67,7 +67,8 @@ class Surroundings(Training):
         ``values``: numbers or text by name. They go into the step's row of ``metrics.jsonl``, beside its loss, learning
         rate and so on; the file is in the folder of the checkpoints, or else in that of the workers' logs. After a loop
         they get a row of their own. Every worker must call it alike: the first one writes what it has, and if it
-        is lost, the next. Raises ``UsageError`` for values that are neither, and before the first step.
+        is lost, the next. Raises ``UsageError`` for values that are neither, for other values under names that the row
+        has already, such as "loss", and before the first step.
 
         >>> for step in run.steps(100):  # doctest: +SKIP
         ...     run.log({"perplexity": math.exp(step.loss)})

@@ -29,6 +29,7 @@ from holdfast.engine.script_state import ScriptState
 from holdfast.engine.state import State
 from holdfast.errors import UsageError
 from holdfast.journal.journal import Journal
+from holdfast.journal.rows import FACTS
 from holdfast.run import process
 from holdfast.run.bookkeeper import Bookkeeper
 from holdfast.run.drift import DriftWatch
@@ -37,7 +38,7 @@ from holdfast.run.loops import Loops, ScriptLoop
 from holdfast.run.parts import make_arranger, make_engine
 from holdfast.run.results import Results
 from holdfast.run.saver import Saver
-from holdfast.run.script import FACTS, Script
+from holdfast.run.script import Script
 from holdfast.run.script import Step as Step
 from holdfast.run.settings import Settings
 from holdfast.run.showing import Showing

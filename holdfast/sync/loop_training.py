@@ -16,7 +16,7 @@ from holdfast.sync.driver import Driver
 from holdfast.sync.exchange import Ballots
 from holdfast.sync.owner import SyncOperation
 from holdfast.sync.peers import Peers, TorchPeers
-from holdfast.sync.policy import Context, Decision, Policy, refuse_ddp, refuse_talking_layers
+from holdfast.sync.policy import Context, Decision, Policy, refuse_talking_layers, refuse_wrapped
 from holdfast.sync.replica import Replica
 from holdfast.sync.report import Report, Totals
 from holdfast.sync.start import CPU, agree, copy_from_first
@@ -42,7 +42,7 @@ def around(
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``UsageError`` for a model that exchanges by itself, and for parameters that would never be averaged."""
-    refuse_ddp(model)
+    refuse_wrapped(model)
     refuse_talking_layers(model)
     known = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):

@@ -147,18 +147,21 @@ class Policy(ABC):
         return around(self, model, optimizer, group=group, seed=seed, steps_per_epoch=steps_per_epoch)
 
 
-def refuse_ddp(model: nn.Module) -> None:
-    """Raise ``UsageError`` for a model, or a part of one, that averages its gradients by itself.
+WRAPPERS: dict[type[nn.Module], str] = {
+    nn.parallel.DistributedDataParallel: "averages gradients by itself",  # in a group that a loss would leave hanging
+    nn.DataParallel: "cuts each micro-batch for several devices of one process",  # which draw other random numbers
+}
 
-    A worker that is lost would leave the others waiting in a group that holdfast does not know.
-    """
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ``UsageError`` for a model, or a part of one, in a wrapper that shares the work out by itself."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            what = f"layer '{name}'" if name else "the model"
-            raise UsageError(
-                f"{what} is wrapped in DistributedDataParallel, which averages gradients by itself",
-                hint="give what it wraps: model.module",
-            )
+        for wrapper, does in WRAPPERS.items():
+            if isinstance(module, wrapper):
+                what = f"layer '{name}'" if name else "the model"
+                raise UsageError(
+                    f"{what} is wrapped in {wrapper.__name__}, which {does}", hint="give what it wraps: model.module"
+                )
 
 
 def refuse_talking_layers(model: nn.Module) -> None:

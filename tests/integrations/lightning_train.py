@@ -32,7 +32,7 @@ class Module(pl.LightningModule):
         loss = mse_loss(self.net(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("most", x.max(), reduce_fx="max", on_step=False, on_epoch=True)
-        self.log_dict({"index": float(batch_idx)})
+        self.log_dict({"index": float(batch_idx), "tokens": 2.0})  # the second is a name of the journal's own
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -147,17 +147,19 @@ def refusals() -> dict[str, str]:
         "max_epochs": {"max_epochs": -1},
     }
     found = {name: said(Module(), **given) for name, given in trainers.items()}
+    found["no argument 'chekpoint' (checkpoint=…)"] = said(Module(), strategy={"chekpoint": "kept"})
     modules = [ByHand, Clips, ReturnsNothing, LogsTexts, Gathers, Backward, StepsByHand, Skips]
     return found | {kind.__name__: said(kind()) for kind in modules}
 
 
-def said(module: Module, **given: Any) -> str:
+def said(module: Module, *, strategy: dict[str, Any] | None = None, **given: Any) -> str:
     from holdfast.errors import UsageError
     from holdfast.integrations.lightning import HoldfastStrategy
 
     settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False, **given}
-    trainer = pl.Trainer(strategy=HoldfastStrategy(global_batch=GLOBAL_BATCH), enable_progress_bar=False, **settings)
     try:
+        ours = HoldfastStrategy(global_batch=GLOBAL_BATCH, **strategy or {})
+        trainer = pl.Trainer(strategy=ours, enable_progress_bar=False, **settings)
         trainer.fit(module, DataLoader(programs.samples(), batch_size=MICRO_BATCH))
     except UsageError as e:
         return str(e)

@@ -11,51 +11,25 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast.errors import UsageError
+from holdfast.journal.rows import Row
 from tests.faults.judge import covered
-from tests.harness import Result
-from tests.integrations import judge
-from tests.integrations.judge import lost, reported
+from tests.integrations.judge import STEPS, Program, TrainedAlike, lost, reported
 
 pytest.importorskip("accelerate", reason="this test needs accelerate")
-SCRIPT = Path(__file__).with_name("accelerate_train.py")
-STEPS = 12
+PROGRAM = Program(script=Path(__file__).with_name("accelerate_train.py"), preload=("accelerate",))
 
 
-def train(folder: Path, **settings: Any) -> Result:
-    return judge.train(folder, SCRIPT, preload=("accelerate",), **settings)
+class TestLoop(TrainedAlike):
+    program = PROGRAM
 
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one worker reports, undisturbed."""
-    return reported(train(tmp_path_factory.mktemp("alone"), workers=1))
-
-
-def test_it_has_the_bits_of_a_loop(tmp_path: Path, alone: dict[str, Any]) -> None:
-    loop = reported(train(tmp_path, workers=1, FORM="loop"))
-    assert (loop["weights"], loop["step"]) == (alone["weights"], STEPS)
-
-
-def test_what_the_page_shows(tmp_path: Path) -> None:
-    """The code of docs/accelerate.md."""
-    assert reported(train(tmp_path, workers=2, FORM="documented"))["step"] == 3 * 2  # epochs of two steps
-
-
-def test_kills_and_joins(tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Two are left, then one; whoever joins begins in the third epoch."""
-    kills = ["0.0 step=2 phase=backward", "0.1 step=3 phase=voted", "0.2 step=10 phase=data"]
-    faults = "; ".join(f"kill worker={each}" for each in kills)
-    result = train(tmp_path, workers=3, faults=faults, WANTED=2, PATIENT=8)
-    assert lost(result) == {"0.0", "0.1", "0.2"}
-    assert reported(result) == alone
-    rows = (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()
-    assert len(rows) == STEPS
-    assert '"count": 12' in rows[-1]
+    def check_journal(self, found: list[Row]) -> None:
+        assert len(found) == STEPS
+        assert found[-1]["count"] == 12
 
 
 def test_more_workers_than_micro_batches(tmp_path: Path, alone: dict[str, Any]) -> None:
     """Those that have none in a step run its body all the same."""
-    result = train(tmp_path, workers=5, faults="kill worker=0.1 step=3 phase=vote")
+    result = PROGRAM.train(tmp_path, workers=5, faults="kill worker=0.1 step=3 phase=vote")
     assert lost(result) == {"0.1"}
     assert reported(result) == alone
 
@@ -63,15 +37,10 @@ def test_more_workers_than_micro_batches(tmp_path: Path, alone: dict[str, Any]) 
 @pytest.mark.parametrize("steps", [5, covered("in the middle of an epoch is harder", 4)])
 def test_a_resume_on_more_workers(tmp_path: Path, alone: dict[str, Any], steps: int) -> None:
     kept = tmp_path / "kept"
-    train(tmp_path / "first", workers=1, STEPS=steps, CHECKPOINT=kept)
-    second = train(tmp_path / "second", workers=2, faults="kill worker=0.0 step=7 phase=vote", CHECKPOINT=kept)
+    PROGRAM.train(tmp_path / "first", workers=1, STEPS=steps, CHECKPOINT=kept)
+    second = PROGRAM.train(tmp_path / "second", workers=2, faults="kill worker=0.0 step=7 phase=vote", CHECKPOINT=kept)
     assert {event["step"] for event in second.of("resumed")} == {steps}
     assert reported(second) == alone
-
-
-def test_control_a_gradient_that_is_missing_is_seen(tmp_path: Path, alone: dict[str, Any]) -> None:
-    result = train(tmp_path, workers=2, faults="skip-gradient worker=0.1 step=2")
-    assert reported(result)["sha256"] != alone["sha256"]
 
 
 # --- bad use --------------------------------------------------------------------------------------------

@@ -117,6 +117,21 @@ def test_a_writer_that_wakes_up_late_writes_where_nobody_sees_it(tmp_path: Path)
     assert steps_in(tmp_path) == [0, 1, 2, 3]
 
 
+def test_the_journals_own_values_are_not_replaced(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, first=True)
+    worker.begin(0)
+    worker.step(0, loss=1.0)  # the very value: people log the step's loss out of habit
+    worker.journal.open(step=1, facts={"loss": 0.5})
+    for name in ("loss", "grad_norm"):  # this row has no norm, but others do
+        with pytest.raises(UsageError, match=rf"'{name}' is what the journal itself.*'test/{name}'"):
+            worker.journal.add({name: 0.25, "accuracy": 0.5})
+    worker.journal.after(1, is_past=False)
+    with pytest.raises(UsageError, match="'loss' is what the journal itself"):
+        worker.journal.add({"loss": 0.5})  # a sink has one value of a name for each step
+    worker.journal.end()
+    assert [(row["loss"], "accuracy" in row) for row in rows.read(tmp_path / rows.NAME)] == [(1.0, False), (0.5, False)]
+
+
 def test_half_a_line_is_left_out_and_written_whole(tmp_path: Path) -> None:
     lost, other = Worker(tmp_path, first=True), Worker(tmp_path)
     for worker in (lost, other):

@@ -26,6 +26,7 @@ from holdfast.checkpoint.formats.deepspeed_zero import (
 )
 from holdfast.checkpoint.pieces import Shape, Stored, TensorEntry, entry_of
 from holdfast.errors import CheckpointError
+from holdfast.words import a_kind
 
 TIED = "tied_modules."  # DeepSpeed's pipelines keep what several stages share under such names
 
@@ -47,7 +48,7 @@ def read_states(folder: Path, name: str) -> dict[str, Any]:
     """The dict in a file of DeepSpeed's; ``CheckpointError`` if it is something else."""
     states = pickled.load(folder / name, root=folder)
     if not isinstance(states, dict):
-        raise CheckpointError(f"{folder / name} holds a {type(states).__name__}, not a dict", hint=DAMAGED)
+        raise CheckpointError(f"{folder / name} holds {a_kind(states)}, not a dict", hint=DAMAGED)
     return states
 
 

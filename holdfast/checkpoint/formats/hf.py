@@ -26,6 +26,7 @@ from holdfast.checkpoint.inside import read_regular
 from holdfast.checkpoint.pieces import Box, Catalogue, Piece, Ref, Shape, TensorEntry
 from holdfast.checkpoint.safetensors_writer import PAIRS, Array, write_safetensors
 from holdfast.errors import CheckpointError, UsageError
+from holdfast.words import a_kind
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -256,7 +257,7 @@ def _model(catalogue: Catalogue) -> tuple[list[Array], dict[str, str]]:
         if value is None:
             continue
         if not isinstance(value, Ref):
-            text = f"{catalogue.root}: the model's {name} is a {type(value).__name__}, not a tensor"
+            text = f"{catalogue.root}: the model's {name} is {a_kind(value)}, not a tensor"
             raise CheckpointError(text, hint="safetensors files hold tensors only")
         known = first.setdefault(value.name, name)
         if known == name:

@@ -20,6 +20,7 @@ from holdfast.checkpoint.formats.megatron_optimizer import Nameless, grouped
 from holdfast.checkpoint.inside import read_regular
 from holdfast.checkpoint.pieces import Box, Piece, Shape, Stored, TensorEntry, entry_of, flat_boxes
 from holdfast.errors import CheckpointError
+from holdfast.words import a_kind
 
 COMMON = "common.pt"
 _CONFIG = "metadata.json"
@@ -49,7 +50,7 @@ def read_dist(path: Path, left_out: list[str]) -> Whole:
     _refuse_others(path)
     common = pickled.load(path / COMMON, root=path)
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path / COMMON} holds a {type(common).__name__}, not a dict")
+        raise CheckpointError(f"{path / COMMON} holds {a_kind(common)}, not a dict")
     items, table = dcp.read_items(path)
     whole = Whole(common=common, files=[COMMON, _CONFIG, *table.files])
     for name, value in items.items():

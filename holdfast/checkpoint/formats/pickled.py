@@ -35,6 +35,7 @@ from holdfast.checkpoint.formats.rebuild import (
 from holdfast.checkpoint.inside import check_inside, open_regular
 from holdfast.checkpoint.pieces import Stored
 from holdfast.errors import CheckpointError
+from holdfast.words import a_kind
 
 Allow = Collection[tuple[str, str]]
 # Classes that hold data only, in files that Megatron and DeepSpeed write. They are never imported.
@@ -348,4 +349,4 @@ def _named(node: Any) -> Foreign:
     for (module, name), allowed in ALLOWED.items():
         if node is allowed:
             return Foreign(module=module, name=name)
-    raise PickleRefused(f"it holds a {type(node).__name__}, which is no plain data")
+    raise PickleRefused(f"it holds {a_kind(node)}, which is no plain data")

@@ -27,6 +27,7 @@ from holdfast.checkpoint.formats.rebuild import STORAGES
 from holdfast.checkpoint.pieces import Catalogue, row_major
 from holdfast.checkpoint.safetensors_writer import Array
 from holdfast.errors import CheckpointError
+from holdfast.words import a_kind
 
 _ALIGN = 64  # bytes; torch aligns each storage to this, so that a mapped file can be used as it is
 _LARGE = 1 << 30  # bytes from which on a record gets the long form of a zip's header; it is needed from 4 GB on
@@ -51,7 +52,7 @@ def open(path: Path) -> Catalogue:
     tree = pickled.load(path, root=path.parent, given=True)
     if not isinstance(tree, dict):
         hint = 'save a dict, such as {"model": model.state_dict()}'
-        raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a dict with names", hint=hint)
+        raise CheckpointError(f"{path} holds {a_kind(tree)}, not a dict with names", hint=hint)
     return assemble(format="torch", root=path.parent, tree=tree, where=path, read=[path.name])
 
 

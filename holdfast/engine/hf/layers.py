@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 # Makes a block's mask out of hidden states, the mask of the batch, and positions.
 Mask = Callable[[Tensor, Tensor | None, Tensor], Any]
@@ -131,7 +132,7 @@ def read_inputs(given: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
     elif isinstance(given, tuple | list) and len(given) <= len(names):
         given = dict(zip(names, given, strict=False))
     elif not isinstance(given, Mapping):
-        raise UsageError(f"the model got a {type(given).__name__} as input", hint=_expected(names))
+        raise UsageError(f"the model got {a_kind(given)} as input", hint=_expected(names))
     found = {name: value for name, value in given.items() if value is not None}
     for name, value in found.items():
         if name not in names:

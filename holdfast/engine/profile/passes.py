@@ -22,6 +22,7 @@ from holdfast.engine.boundary import tensors_in
 from holdfast.engine.engine import Engine
 from holdfast.errors import UsageError
 from holdfast.rng import seed_of, seed_torch
+from holdfast.words import a_kind
 
 # What a layer may give beside tensors: it can be sent to another worker.
 Plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -160,7 +161,7 @@ class Passes:
         odd = next((leaf for leaf in tree_leaves(output) if not isinstance(leaf, (Tensor, *Plain))), None)
         if odd is not None:
             raise UsageError(
-                f"layer {number} ({type(self._model.layers[number]).__name__}) gives a {type(odd).__name__}, "
+                f"layer {number} ({type(self._model.layers[number]).__name__}) gives {a_kind(odd)}, "
                 "which cannot be sent to another worker",
                 hint="tensors, numbers and text, in tuples, lists or dicts",
             )

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 SIGNATURE = inspect.signature(pl.LightningModule.log)
 KEPT = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")  # the others are about one process
@@ -47,7 +48,7 @@ def note_of(batch: Any, given: Mapping[str, Any]) -> list[Any]:
     value: Any = given["value"]
     if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
         raise UsageError(
-            f"self.log({name!r}, …) in training_step was given a {type(value).__name__}",
+            f"self.log({name!r}, …) in training_step was given {a_kind(value)}",
             hint="a number of the micro-batch; a Metric in validation_step, which each worker computes whole",
         )
     reduction = given.get("reduce_fx", "mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -15,9 +15,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
+from holdfast.checks import near
 from holdfast.data.source import Data
-from holdfast.engine.engine import Weight
-from holdfast.engine.numerics import Numerics
 from holdfast.errors import UsageError
 from holdfast.integrations.alone import be_alone
 from holdfast.integrations.lightning.journal import JournalLogger
@@ -25,11 +24,13 @@ from holdfast.integrations.lightning.logged import log_step, noting
 from holdfast.integrations.lightning.position import Position
 from holdfast.integrations.lightning.refused import refuse
 from holdfast.integrations.loaders import data_of
+from holdfast.integrations.loop_settings import LoopSettings, divided
 from holdfast.integrations.shares import steps_per_epoch
-from holdfast.recovery.resume import Checkpoints
+from holdfast.journal.rows import FACTS
 from holdfast.run.loop import Loop
 from holdfast.run.loop_step import LoopStep
 from holdfast.run.script import Step
+from holdfast.words import a_kind
 
 
 class HoldfastStrategy(Strategy):
@@ -48,20 +49,16 @@ class HoldfastStrategy(Strategy):
 
     strategy_name = "holdfast"
 
-    def __init__(
-        self,
-        *,
-        global_batch: int,
-        seed: int = 0,
-        weight: Weight | None = None,
-        numerics: Literal["exact", "fast"] | Numerics = "exact",
-        checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-    ) -> None:
+    def __init__(self, *, global_batch: int, **given: Unpack[LoopSettings]) -> None:
         super().__init__()
+        settings, others = divided(given)
+        for name in others:
+            raise UsageError(
+                f"a HoldfastStrategy has no argument {name!r}", hint=near(name, [*LoopSettings.__annotations__])
+            )
         self._is_alone = "HOLDFAST_WORKER" not in os.environ
         be_alone()
-        self._numerics = Numerics.of(numerics)
-        self._settings: dict[str, Any] = {"seed": seed, "weight": weight, "checkpoint": checkpoint}
+        self._settings = settings
         self._global_batch = global_batch
         self._data: tuple[Data, int] | None = None
         self._loop: Loop | None = None
@@ -120,7 +117,7 @@ class HoldfastStrategy(Strategy):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self._loop = Loop(
             model=trainer.lightning_module, optimizer=self.optimizers[0], data=data, global_batch=self._global_batch,
-            micro_batch=micro_batch, numerics=self._numerics,
+            micro_batch=micro_batch,
             state={"lightning": self._position, **({"schedulers": schedulers} if schedulers else {})}, **self._settings,
         )  # fmt: skip
         limits = [trainer.fit_loop.max_epochs * trainer.fit_loop.max_batches, trainer.max_steps]
@@ -226,7 +223,8 @@ class HoldfastStrategy(Strategy):
     def journal(self, values: Mapping[str, Any]) -> None:
         """Log values into the journal, for the step that is committed."""
         if self._loop is not None and (self._step is None or self._step.made is not None):
-            self._loop.log({name: value for name, value in values.items() if name != "epoch"})
+            named = {name: value for name, value in values.items() if name != "epoch"}  # which Lightning always adds
+            self._loop.log({f"lightning/{name}" if name in FACTS else name: value for name, value in named.items()})
 
     # --- files, and what workers have to agree on ------------------------------------------------
 
@@ -260,9 +258,7 @@ class HoldfastStrategy(Strategy):
         try:
             json.dumps(value)
         except (TypeError, ValueError) as e:
-            raise UsageError(
-                f"a {type(value).__name__} cannot be broadcast", hint="numbers, texts, lists, dicts"
-            ) from e
+            raise UsageError(f"{a_kind(value)} cannot be broadcast", hint="numbers, texts, lists, dicts") from e
         return self.loop._results.tell(value)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +279,7 @@ class HoldfastStrategy(Strategy):
     @property
     def root_device(self) -> torch.device:
         """The device of this worker."""
-        return self._numerics.choose_device()
+        return self._settings["numerics"].choose_device()
 
     def model_to_device(self) -> None:
         """Move the model to the device."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.words import a_kind
 
 FOLDER = "HOLDFAST_RAY_FOLDER"  # environment variable: the folder of the run's results, which all nodes share
 PATHS = "HOLDFAST_RAY_PATH"  # environment variable: where the actor finds modules
@@ -40,7 +41,7 @@ def takes_config(train: TrainFunction) -> bool:
     (True, False)
     """
     if not callable(train):
-        raise UsageError(f"train_loop_per_worker is a {type(train).__name__}, and has to be a function")
+        raise UsageError(f"train_loop_per_worker is {a_kind(train)}, and has to be a function")
     try:
         signature = inspect.signature(train)
     except (TypeError, ValueError):
