@@ -15,6 +15,7 @@ from tests.faults.judge import covered
 from tests.harness import Result
 from tests.integrations import judge
 from tests.integrations.judge import lost, reported
+from tests.s3_server import needs_seaweed, stored
 
 pytest.importorskip("accelerate", reason="this test needs accelerate")
 SCRIPT = Path(__file__).with_name("accelerate_train.py")
@@ -66,6 +67,16 @@ def test_a_resume_on_more_workers(tmp_path: Path, alone: dict[str, Any], steps: 
     train(tmp_path / "first", workers=1, STEPS=steps, CHECKPOINT=kept)
     second = train(tmp_path / "second", workers=2, faults="kill worker=0.0 step=7 phase=vote", CHECKPOINT=kept)
     assert {event["step"] for event in second.of("resumed")} == {steps}
+    assert reported(second) == alone
+
+
+@needs_seaweed
+def test_a_resume_from_a_store(tmp_path: Path, alone: dict[str, Any]) -> None:
+    with stored(tmp_path) as around:
+        train(tmp_path, workers=1, STEPS=4, **around)
+        (tmp_path / "results.jsonl").unlink()
+        second = train(tmp_path, workers=2, faults="kill worker=0.0 step=7 phase=vote", **around)
+    assert {event["step"] for event in second.of("resumed")} == {4}
     assert reported(second) == alone
 
 

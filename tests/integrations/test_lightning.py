@@ -15,6 +15,7 @@ from tests.faults.judge import covered
 from tests.harness import Result
 from tests.integrations import judge
 from tests.integrations.judge import lost, reported
+from tests.s3_server import needs_seaweed, stored
 
 if find_spec("lightning") is None:  # importing it would take seconds, and only the workers have to
     pytest.skip("this test needs lightning", allow_module_level=True)
@@ -98,6 +99,16 @@ def test_early_stopping_on_all_workers_and_in_a_rerun(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").unlink()
     again = reported(train(tmp_path, workers=1, PATIENCE=2, CHECKPOINT="kept"))
     assert again == stopped
+
+
+@needs_seaweed
+def test_a_resume_from_a_store(tmp_path: Path, alone: dict[str, Any]) -> None:
+    with stored(tmp_path) as around:
+        train(tmp_path, workers=1, STEPS=4, **around)
+        (tmp_path / "results.jsonl").unlink()
+        second = train(tmp_path, workers=2, faults="kill worker=0.0 step=7 phase=vote", **around)
+    assert {event["step"] for event in second.of("resumed")} == {4}
+    assert reported(second) == alone
 
 
 def test_control_a_gradient_that_is_missing_is_seen(tmp_path: Path, alone: dict[str, Any]) -> None:
