@@ -18,7 +18,9 @@ class Asked:
     path: str
 
 
-Rule = Callable[[Asked], "int | str | None"]  # a status to answer, "close", or None: the server answers
+# A status to answer, "close", or an event: it is forwarded when that is set. None: the server answers.
+Rule = Callable[[Asked], "int | str | threading.Event | None"]
+CODES = {301: "PermanentRedirect", 400: "AuthorizationHeaderMalformed", 403: "AccessDenied"}  # as S3 names them
 
 
 class FaultyProxy:
@@ -65,9 +67,11 @@ class FaultyProxy:
         if what == "close":
             handler.close_connection = True
         elif isinstance(what, int):
-            text = b"<Error><Code>AccessDenied</Code></Error>" if what == 403 else b""
-            self._send(handler, what, [], text)
+            text = f"<Error><Code>{CODES[what]}</Code></Error>" if what in CODES else ""
+            self._send(handler, what, [], text.encode())
         else:
+            if isinstance(what, threading.Event):
+                what.wait()
             self._forward(handler, body)
 
     def _forward(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:

@@ -115,3 +115,14 @@ def rclone(folder: Path) -> Server:
     port = free_port()
     words = [_found("rclone") or "", "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}"]
     return Server([*words, str(folder / "served")], port, folder / "rclone.log")
+
+
+@contextmanager
+def stored(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment of programs that keep their checkpoints in a store: ``CHECKPOINT``, and what leads there."""
+    (folder / "seaweed").mkdir()
+    server = seaweed(folder / "seaweed")
+    try:
+        yield {**environment(server.endpoint), "CHECKPOINT": f"s3://{BUCKET}/kept"}
+    finally:
+        server.end()

@@ -47,7 +47,12 @@ PROBES = 3  # objects that a store must have created twice before it is refused
 QUICK = (10, 15, 5)  # seconds for an answer, seconds in which a request is made again, and how often
 PATIENT = (120, 120, 10)
 _FULL = ("507", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "StorageQuotaExceeded")
-_ELSEWHERE = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint", "301 Moved")
+_ELSEWHERE = (
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraint",
+    "edirect without LOCATION",
+)
 _SIGNS = {  # of credentials in the environment; others than these are looked for on a metadata address
     "s3": (
         "AWS_ACCESS_KEY_ID",
@@ -248,6 +253,10 @@ def _refuse_without_credentials(scheme: str, bucket: str) -> None:
         )
 
 
+def _region() -> str:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
 def _client(scheme: str, bucket: str, timeout: int, again: int, tries: int) -> Any:
     if scheme == "memory":
         return _memory.setdefault(bucket, MemoryStore())
@@ -265,7 +274,7 @@ def _client(scheme: str, bucket: str, timeout: int, again: int, tries: int) -> A
         **({"endpoint": endpoint} if endpoint else {}),
     }
     if scheme == "s3":
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        region = _region()
         named = {name: os.environ.get(f"AWS_{name}".upper()) for name in ("access_key_id", "secret_access_key")}
         named["session_token"] = os.environ.get("AWS_SESSION_TOKEN")
         given = {name: value for name, value in named.items() if value}
@@ -300,7 +309,8 @@ def _other(text: str, place: Remote) -> OSError:
     if "NoSuchBucket" in answer or "InvalidBucketName" in answer:
         return OSError(errno.ENXIO, f"there is no bucket {place.bucket}", str(place))
     if any(sign in answer for sign in _ELSEWHERE):
-        return OSError(errno.ENXIO, f"the bucket is in another region than AWS_REGION: {answer}", str(place))
+        words = f"the bucket is in another region than AWS_REGION, {_region()}: {answer.removeprefix('nothing: ')}"
+        return OSError(errno.ENXIO, words, str(place))
     return OSError(errno.EIO, f"the store says {answer}", str(place))
 
 

@@ -14,6 +14,7 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import is_peft_available
 
 from holdfast.checkpoint import series
+from holdfast.checkpoint.places import Place, place_of
 from holdfast.cluster import faults
 from holdfast.errors import UsageError
 from holdfast.integrations.trainer_state import exportable
@@ -33,14 +34,23 @@ def path_of(output_dir: str, step: int) -> str:
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def settings_of(trainer: Any, steps_per_epoch: int) -> Checkpoints | None:
+def root_of(output_dir: str, checkpoint: str | os.PathLike[str] | None) -> Place:
+    """Return the folder of our checkpoints: what the script has named, or one in ``output_dir``.
+
+    >>> str(root_of("out", None)), str(root_of("out", "s3://bucket/run"))
+    ('out/holdfast', 's3://bucket/run')
+    """
+    return Path(output_dir) / OURS if checkpoint is None else place_of(checkpoint)
+
+
+def settings_of(trainer: Any, root: Place, steps_per_epoch: int) -> Checkpoints | None:
     """Return the settings of our checkpoints: they come as often as those of transformers. None: no checkpoints."""
     args, strategy = trainer.args, str(trainer.args.save_strategy.value)
     if strategy == "no":
         return None
     steps = {"steps": int(trainer.state.save_steps), "epoch": steps_per_epoch}.get(strategy, 0)
     return Checkpoints(
-        folder=Path(args.output_dir) / OURS,
+        folder=str(root),
         every=steps if steps > 0 else "auto",
         keep=args.save_total_limit or KEPT,
         trainable_only=is_adapted(trainer.model),
@@ -62,7 +72,7 @@ def _step_of(path: str) -> int:
     return int(found[1]) if found else -1
 
 
-def check_resume(asked: str | bool | None, output_dir: str) -> None:
+def check_resume(asked: str | bool | None, output_dir: str, root: Place) -> None:
     """Raise ``UsageError`` if there is no checkpoint like the one that a script wants to resume from.
 
     A ``checkpoint-N`` may be there before ours of the same step, which is written meanwhile. Scripts that look for the
@@ -70,7 +80,6 @@ def check_resume(asked: str | bool | None, output_dir: str) -> None:
     """
     if asked is None or asked is False:
         return
-    root = Path(output_dir) / OURS
     process.complete(root)
     steps = series.steps_in(root) if root.is_dir() else []
     if not steps and (asked is True or not root.is_dir()):

@@ -37,6 +37,10 @@ __all__ = ["Trainer"]
 IN_THE_ROW = frozenset({*FACTS, "learning_rate"})  # what a row of the journal has already, of each step
 
 
+_SIGNATURE = inspect.signature(transformers.Trainer)
+_CHECKPOINT = inspect.Parameter("checkpoint", inspect.Parameter.KEYWORD_ONLY, default=None)
+
+
 @dataclass(kw_only=True)
 class Course:
     """The sizes of a training, and what ``train`` was called with."""
@@ -55,6 +59,9 @@ class Trainer(transformers.Trainer):
     by name. One thing differs: **a step has ``per_device_train_batch_size * gradient_accumulation_steps`` samples,
     however many workers there are.** They share its micro-batches. So the losses do not depend on who comes and goes.
 
+    ``checkpoint``, by its name: another folder for what a training goes on from than ``output_dir/holdfast``, as
+    ``"s3://bucket/run"``.
+
     ``loop`` is the ``holdfast.Loop`` of the training, once ``train`` has begun. Raises ``UsageError``.
 
     >>> from holdfast.integrations.transformers import Trainer  # in place of transformers.Trainer
@@ -62,7 +69,7 @@ class Trainer(transformers.Trainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    __signature__ = inspect.signature(transformers.Trainer)
+    __signature__ = _SIGNATURE.replace(parameters=[*_SIGNATURE.parameters.values(), _CHECKPOINT])
     loop: Loop | None = None
     control: Any
     lr_scheduler: Any
@@ -73,9 +80,10 @@ class Trainer(transformers.Trainer):
     _has_begun = False  # callbacks know that training has begun
     _may_log = False  # there is a committed step to log for
 
-    def __init__(self, *given: Any, **settings: Any) -> None:
+    def __init__(self, *given: Any, checkpoint: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         found = inspect.signature(transformers.Trainer.__init__).bind(self, *given, **settings).arguments
         args = found.get("args") or transformers.TrainingArguments(output_dir="tmp_trainer")
+        self._root = hf_checkpoints.root_of(str(args.output_dir), checkpoint)
         training_arguments.check_place(args)
         training_arguments.check(args, own_optimizer=found.get("optimizers", (None, None))[0] is not None)
         super().__init__(*given, **settings)
@@ -112,7 +120,7 @@ class Trainer(transformers.Trainer):
         if self.loop is not None:
             raise UsageError("a Trainer trains once", hint="for another training, a Trainer with another output_dir")
         training_arguments.check_trainer(self, transformers.Trainer, trial)
-        hf_checkpoints.check_resume(resume_from_checkpoint, self.args.output_dir)
+        hf_checkpoints.check_resume(resume_from_checkpoint, self.args.output_dir, self._root)
         return super().train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
@@ -178,7 +186,7 @@ class Trainer(transformers.Trainer):
             weight=self._items,
             seed=args.seed,
             numerics=Numerics(device=str(args.device)),
-            checkpoint=hf_checkpoints.settings_of(self, self._course.steps_per_epoch),
+            checkpoint=hf_checkpoints.settings_of(self, self._root, self._course.steps_per_epoch),
             state={"trainer": self._text(), "history": "", "lr_scheduler": self.lr_scheduler},
         )
 

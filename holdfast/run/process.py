@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.checkpoint.places import Remote
 from holdfast.cluster.client import Client, Place
 from holdfast.cluster.labels import Label
 from holdfast.cluster.membership import Membership, Solo
@@ -63,7 +64,7 @@ def give_way(run: Training) -> None:
             other.release()
 
 
-def complete(folder: Path) -> None:
+def complete(folder: Path | Remote) -> None:
     """Complete what earlier runs of this process still write into a folder: a checkpoint that is asked for there."""
     for other in runs:
         if not other.has_agent and other.folder == folder.absolute():

@@ -212,6 +212,19 @@ def test_bad_input_gets_one_sentence(server: Server, monkeypatch: pytest.MonkeyP
     assert "\n" not in str(caught.value)
 
 
+@needs_seaweed
+@pytest.mark.parametrize("answer", [301, 400])
+def test_a_bucket_in_another_region_is_said_in_one_sentence(server: Server, answer: int) -> None:
+    """What S3 answers then: to a request for another region's address, and to a signature for another region."""
+    proxy = FaultyProxy(server.endpoint)
+    proxy.rule = lambda asked: answer
+    with reaching(environment(proxy.endpoint)), pytest.raises(CheckpointError) as caught:
+        save("s3://runs/elsewhere", {"w": torch.ones(1)})
+    proxy.end()
+    assert "in another region than AWS_REGION, us-east-1: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.checkpoint.places.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"holdfast\[s3\]"):

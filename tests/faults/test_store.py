@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.checkpoint import series
 from holdfast.checkpoint.places import Remote
+from holdfast.cluster.agent import Agent
 from holdfast.errors import CheckpointError
-from tests.faults import teams_train
+from tests.faults import loop_train, teams_train
 from tests.faults.judge import covered, kill_at_once
 from tests.faulty_proxy import Asked, FaultyProxy
-from tests.harness import Result, launch
+from tests.harness import Meddler, Result, count_events, launch, until
 from tests.s3_server import BUCKET, Server, environment, needs_seaweed, reaching, seaweed
 
 STEPS = 14
@@ -28,11 +31,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.end()
 
 
-def run(folder: Path, root: Remote, endpoint: str, **more: str) -> Result:
-    faults = more.pop("faults", "")
+def run(
+    folder: Path, root: Remote, endpoint: str, *, faults: str = "", meddle: Meddler | None = None, **more: str
+) -> Result:
     folder.mkdir()
     settings = {"CHECKPOINT": str(root), "EVERY": "3", "STEPS": str(STEPS), **environment(endpoint), **more}
-    return launch(folder, environment=settings, faults=faults, workers=2)
+    return launch(folder, environment=settings, faults=faults, workers=2, meddle=meddle)
 
 
 @needs_seaweed
@@ -70,6 +74,46 @@ def test_training_goes_on_without_checkpoints_and_the_end_says_so(
     again = run(tmp_path / "b", root, proxy.endpoint)
     proxy.end()
     assert again.sha256 == undisturbed(STEPS).sha256
+
+
+@needs_seaweed
+def test_training_does_not_wait_for_a_slow_store(server: Server, tmp_path: Path, undisturbed) -> None:
+    """No byte of the first checkpoint arrives before all steps are made; it is complete later."""
+    root, proxy, trained = Remote("s3", BUCKET, "slow"), FaultyProxy(server.endpoint), threading.Event()
+    proxy.rule = lambda asked: trained if "step-00000008/data" in asked.path and asked.method != "GET" else None
+
+    async def meddle(agent: Agent) -> None:
+        await until(lambda: count_events(agent, "commit", step=STEPS - 1))
+        trained.set()
+
+    result = run(tmp_path / "a", root, proxy.endpoint, meddle=meddle, EVERY="8")
+    proxy.end()
+    assert result.code == 0
+    assert proxy.done
+    assert result.sha256 == undisturbed(STEPS).sha256
+    assert series.steps_in(root) == [8, STEPS]
+
+
+@needs_seaweed
+@pytest.mark.parametrize(("program", "team"), [(loop_train, 1), (teams_train, 2)], ids=["loop", "teams"])
+def test_loops_and_teams_resume_from_the_store(server: Server, tmp_path: Path, program: Any, team: int) -> None:
+    root, hashes = Remote("s3", BUCKET, f"of-{program.__name__}"), []
+    around = {**environment(server.endpoint), "EVERY": "2"}
+    for name, steps, more in (
+        ("alone", 6, {}),
+        ("a", 4, {"CHECKPOINT": str(root)}),
+        ("b", 6, {"CHECKPOINT": str(root)}),
+    ):
+        (tmp_path / name).mkdir()
+        settings = {**around, **more, "STEPS": str(steps)}
+        result = launch(
+            tmp_path / name, script=Path(program.__file__), workers=1 if name == "alone" else 2, team=team,
+            environment=settings, faults="kill worker=0.0 step=5 phase=vote" if name == "b" else "",
+        )  # fmt: skip
+        assert result.code == 0, result.said
+        hashes.append(result.sha256)
+    assert {event["step"] for event in result.of("resumed")} == {4}
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
 @needs_seaweed

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.journal import rows
 from holdfast.journal.rows import Row
 from tests.harness import Result, launch
+from tests.s3_server import needs_seaweed, stored
 
 STEPS = 12  # of the usual training: three epochs of four
 
@@ -79,6 +80,16 @@ class TrainedAlike:
         assert lost(result) == {"0.0", "0.1", "0.2"}
         assert reported(result) == alone
         self.check_journal(rows.read(tmp_path / "logs" / rows.NAME))
+
+    @needs_seaweed
+    def test_a_resume_from_a_store(self, tmp_path: Path, alone: dict[str, Any]) -> None:
+        with stored(tmp_path) as around:
+            self.program.train(tmp_path, workers=1, STEPS=4, **around)
+            (tmp_path / "results.jsonl").unlink()
+            faults = "kill worker=0.0 step=7 phase=vote"
+            second = self.program.train(tmp_path, workers=2, faults=faults, **around)
+        assert {event["step"] for event in second.of("resumed")} == {4}
+        assert reported(second) == alone
 
     def test_control_a_gradient_that_is_missing_is_seen(self, tmp_path: Path, alone: dict[str, Any]) -> None:
         result = self.program.train(tmp_path, workers=2, faults="skip-gradient worker=0.1 step=2")

@@ -148,12 +148,12 @@ def test_bad_use_is_a_sentence(tmp_path: Path, make: Any, use: Callable[[Any], A
 def test_a_path_to_resume_from_is_one_of_this_folder(tmp_path: Path) -> None:
     trainer = Trainer(model=Line(), args=arguments(tmp_path, max_steps=2, save_steps=1), train_dataset=DATA)
     trainer.train()
-    folder = str(tmp_path)
+    folder, root = str(tmp_path), tmp_path / hf_checkpoints.OURS
     for good in (None, False, True, f"{folder}/checkpoint-1", tmp_path / "checkpoint-2"):
-        hf_checkpoints.check_resume(good, folder)  # type: ignore[arg-type]
+        hf_checkpoints.check_resume(good, folder, root)  # type: ignore[arg-type]
     for bad in (f"{folder}/checkpoint-3", f"{folder}/other/checkpoint-1", f"{folder}/final"):
         with pytest.raises(UsageError, match=r"^resume_from_checkpoint="):
-            hf_checkpoints.check_resume(bad, folder)
+            hf_checkpoints.check_resume(bad, folder, root)
     again = Trainer(model=Line(), args=arguments(tmp_path, max_steps=2, save_steps=1), train_dataset=DATA)
     assert again.train(resume_from_checkpoint=True).global_step == 2, "there was nothing left to train"
     assert torch.equal(again.model.weight, trainer.model.weight)
@@ -163,12 +163,13 @@ def test_a_path_to_resume_from_is_one_of_this_folder(tmp_path: Path) -> None:
 def test_the_last_checkpoint_of_transformers_may_be_newer_than_ours(tmp_path: Path) -> None:
     """Ours is written meanwhile. A worker that joins then, or begins again, has found it by ``get_last_checkpoint``."""
     (tmp_path / "checkpoint-2").mkdir()
+    root = tmp_path / hf_checkpoints.OURS
     with pytest.raises(UsageError, match="there is no checkpoint"):
-        hf_checkpoints.check_resume(get_last_checkpoint(str(tmp_path)), str(tmp_path))  # it is none of ours
-    (tmp_path / hf_checkpoints.OURS).mkdir()
-    hf_checkpoints.check_resume(get_last_checkpoint(str(tmp_path)), str(tmp_path))
+        hf_checkpoints.check_resume(get_last_checkpoint(str(tmp_path)), str(tmp_path), root)  # it is none of ours
+    root.mkdir()
+    hf_checkpoints.check_resume(get_last_checkpoint(str(tmp_path)), str(tmp_path), root)
     with pytest.raises(UsageError, match="of step 2"):
-        hf_checkpoints.check_resume(str(tmp_path / "checkpoint-3"), str(tmp_path))
+        hf_checkpoints.check_resume(str(tmp_path / "checkpoint-3"), str(tmp_path), root)
 
 
 def test_a_team_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

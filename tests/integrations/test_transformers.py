@@ -14,6 +14,7 @@ import pytest
 from tests.examples.test_programs import PRELOAD
 from tests.faults.judge import covered
 from tests.harness import Result, assert_every_worker_commits_each_step_once, launch
+from tests.s3_server import needs_seaweed, stored
 
 pytest.importorskip("transformers", reason="this is about transformers' Trainer, which is not installed")
 
@@ -154,6 +155,22 @@ def test_a_resume_on_more_workers_changes_nothing(tmp_path: Path, alone: Any) ->
     after = train(tmp_path / "after", output=output, workers=2, **settings)
     assert_same(after, output, alone(**settings))
     assert [event["step"] for event in after.of("resumed")] == [6], "it began anew"
+
+
+@needs_seaweed
+def test_a_resume_from_a_store_on_another_machine(tmp_path: Path, alone: Any) -> None:
+    """With another ``output_dir``: nothing of the first one is there."""
+    settings = LIKE_PLAIN["sums of means"]
+    with stored(tmp_path) as around:
+        before = train(tmp_path / "before", END="7", **around, **settings)
+        assert before.code != 0
+        after = train(tmp_path / "after", workers=2, **around, **settings)
+    assert after.code == 0, after.said
+    assert [event["step"] for event in after.of("resumed")] == [6]
+    whole, _ = alone(**settings)
+    assert after.sha256 == whole.sha256
+    assert after.results[0]["history"] == whole.results[0]["history"]
+    assert not (tmp_path / "before/out/holdfast").exists() or not [*(tmp_path / "before/out/holdfast").iterdir()]
 
 
 @pytest.mark.parametrize(

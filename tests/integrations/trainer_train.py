@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import transformers
 from torch import Tensor
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
-from holdfast.checkpoint import index
+from holdfast.checkpoint import index, series
+from holdfast.checkpoint.places import place_of
 from holdfast.integrations.alone import be_alone
 from tests.integrations import programs
 
@@ -72,8 +72,8 @@ class Counting(TrainerCallback):
         if loop is not None:
             programs.wait_if_wanted(loop, state.global_step)
         if state.global_step == int(setting("END", "0")):
-            folder = os.path.join(args.output_dir, "holdfast", f"step-{int(setting('END', '0')) - 1:08}")
-            while not index.exists(Path(folder)):
+            root = place_of(setting("CHECKPOINT") or os.path.join(args.output_dir, "holdfast"))
+            while not index.exists(series.folder_of(root, state.global_step - 1)):
                 time.sleep(0.01)
             raise SystemExit(3)
 
@@ -113,6 +113,8 @@ if os.environ.get("PATIENCE"):
     more["callbacks"].append(EarlyStoppingCallback(early_stopping_patience=int(os.environ["PATIENCE"])))
 if os.environ.get("METRICS"):
     more["compute_metrics"] = accuracy
+if os.environ.get("CHECKPOINT"):
+    more["checkpoint"] = os.environ["CHECKPOINT"]
 trainer = Trainer(
     model=make_model(os.environ.get("MODEL", "gpt2")), args=args, train_dataset=Lines(34, 0), eval_dataset=Lines(8, 1),
     **more,
