@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from holdfast.bar import LINE_SECONDS, Bar, drawn, words
 from holdfast.cli.display import Display
 from holdfast.cli.printer import Printer
+from holdfast.errors import UsageError
 from holdfast.run.run import Run
 from tests.harness import launch
 
@@ -67,6 +68,11 @@ def test_a_script_of_one_process_shows_nothing_unless_asked(run: Run, capfd: pyt
     lines = err.splitlines()
     assert len(lines) == 2, "the first one, and the last"
     assert lines[-1].startswith("holdfast: step 5/5, loss ")
+
+
+def test_progress_is_asked_for_by_true_or_false(run: Run) -> None:
+    with pytest.raises(UsageError, match="progress='no' is neither True nor False"):
+        next(run.steps(3, progress="no"))  # type: ignore[arg-type]
 
 
 def test_a_bar_on_a_terminal_leaves_the_scripts_lines_whole(monkeypatch: pytest.MonkeyPatch) -> None:

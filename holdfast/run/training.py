@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.places import Place, on_disk
-from holdfast.checks import to_whole
+from holdfast.checks import to_whole, truth
 from holdfast.cluster import faults, lifeline
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.events import Events
@@ -194,6 +194,8 @@ class Training:
             total = to_whole("total", total, least=0)
         elif not self.engine.feed.ends:
             raise UsageError("these data have no end", hint="run.steps(1000), or holdfast.Stream(…, epochs=1)")
+        if progress is not None:
+            truth("progress", progress)
         about_to_train(self)  # `holdfast profile` measures instead
         if self._cohort.group is None:
             process.give_way(self)
