@@ -6,31 +6,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.data_parallel import workload
-from bench.peers import common
+from bench.peers import common, plain
 
 
 def main() -> None:
     parser = common.argument_parser(__doc__)
     parser.add_argument("--team", type=int, required=True, help="ranks that a replica is split over")
     args = parser.parse_args()
-
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     shape = (dist.get_world_size() // args.team, args.team)
     model = workload.build_model(args)
     split = workload.split(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")))
-    optimizer = workload.build_optimizer(model.parameters())
-    progress = common.ProgressFile(args, rank)
-
-    for step in range(1, args.steps + 1):
-        optimizer.zero_grad()
-        common.accumulate_shards(split, args, step, rank)
-        optimizer.step()
-        progress.finished(step)
-
-    common.report_end(model, args.steps, rank)
-    dist.barrier()
-    dist.destroy_process_group()
+    plain.train(args, model, lambda step, rank: common.accumulate_shards(split, args, step, rank))
 
 
 if __name__ == "__main__":

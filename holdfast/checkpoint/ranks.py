@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _g
 from holdfast.errors import CheckpointError
 
 T = TypeVar("T")
+SHORT = 1024  # bytes of a text that are sent with its length, in one message: most texts are shorter
 TIMEOUT = timedelta(minutes=30)  # for a rank that is alive but silent, as while it writes; a dead one shows at once
 
 
@@ -61,16 +62,18 @@ class Gloo:
 
     def exchange(self, text: bytes) -> list[bytes]:
         """The texts of all ranks; ``RuntimeError`` if one is lost or silent for long."""
-        lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        lengths[self.rank] = len(text)
-        self._group.allreduce([lengths]).wait()
-        longest = int(lengths.max())
-        if not longest:
-            return [b""] * self.size
-        mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        begins = self._gather(len(text).to_bytes(8, "little") + text[:SHORT], 8 + SHORT)
+        lengths = [int.from_bytes(begin[:8], "little") for begin in begins]
+        rest = max(lengths) - SHORT
+        ends = self._gather(text[SHORT:], rest) if rest > 0 else [b""] * self.size
+        return [(begin[8:] + end)[:n] for begin, end, n in zip(begins, ends, lengths, strict=True)]
+
+    def _gather(self, text: bytes, size: int) -> list[bytes]:
+        """The texts of all ranks, each filled up to the same size."""
+        mine = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
         all_texts = [torch.empty_like(mine) for _ in range(self.size)]
         self._group.allgather([all_texts], [mine]).wait()
-        return [theirs[: int(n)].numpy().tobytes() for theirs, n in zip(all_texts, lengths, strict=True)]
+        return [theirs.numpy().tobytes() for theirs in all_texts]
 
 
 class Distributed(Gloo):

@@ -77,17 +77,20 @@ class Attempt:
 
     # --- micro-batches of a whole model ----------------------------------------------------------
 
-    def micro_batches(self) -> Iterator[Any]:
+    def micro_batches(self, *, met: bool = False) -> Iterator[Any]:
         """Yield the batches of this worker's share. Each is to have a backward pass before the next one.
 
         While a batch is out, random numbers are those of its place, and training calls of modules with statistics
-        count for it. Raises ``UsageError`` if a batch had no backward pass.
+        count for it. ``met``: the ranks of the team have just agreed that all of them have begun. Raises ``UsageError``
+        if a batch had no backward pass.
         """
         engine = self._engine
         for index in self.reduction.share:
             batch = engine.read(self.step, index)
             faults.point("forward")
-            self._group.gate()
+            if not (met and self._group.team.size > 1):
+                self._group.gate()
+            met = False
             engine.model.seed_layer(0, step=self.step, index=engine.order.number(self.step, index))
             self._index = index
             with engine.statistics.micro_batch(index), engine.autocasting():
@@ -179,6 +182,8 @@ class Attempt:
     def _agree_in_team(self) -> None:
         """Take the mean of the ranks' losses: each has that of its part of the batch, or all have the same.
 
+        The norms of the gradients are told in the same message.
+
         In the first steps, and in fewer and fewer later on, ranks compare the gradients that all of them have whole.
         Raises ``UsageError`` if these differ, and ``Broken``.
         """
@@ -186,14 +191,16 @@ class Attempt:
         common = {name: p.grad for name, p in names.items() if p.grad is not None and not isinstance(p, DTensor)}
         looks = self.step.bit_count() <= 1
         digests = {name: digest_of(grad, xxhash.xxh3_128) for name, grad in common.items()} if looks else {}
-        said = team.exchange("the losses", [self.losses, digests])
+        norms = self._engine.norms_here(team)
+        said = team.exchange("the losses", [self.losses, digests, norms])
         for name in digests:
-            if len({found[name] for _, found in said}) > 1:
+            if len({found[name] for _, found, _ in said}) > 1:
                 raise UsageError(
                     f"the ranks of a team have different gradients of {name}, which each of them holds whole",
                     hint="split it with the others (fully_shard, parallelize_module), or give all ranks the same batch",
                 )
-        self.losses = [sum(each) / team.size for each in zip(*(losses for losses, _ in said), strict=True)]
+        self.losses = [sum(each) / team.size for each in zip(*(losses for losses, _, _ in said), strict=True)]
+        self._engine.take_norms([parts for _, _, parts in said])
 
     def _all_notes(self, mine: list[Any]) -> list[Any]:
         """Return what all workers have noted, in the order of the micro-batches."""

@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.engine.boundary import unshared
 from holdfast.engine.model import LayeredModel
@@ -26,6 +27,7 @@ class Collector:
         self._last = False  # whether the current micro-batch is the last one of this worker's share
         self._ready: set[int] = set()  # ids of parameters whose gradient of the current micro-batch is there
         self.seen: set[int] = set()  # ids of parameters that have got a gradient in this attempt
+        self._slices = Slices()  # of memory that gradients of the current micro-batch have
         self._passing = True  # a gradient that comes now is one of a backward pass of the step
         # Python's collector does not see through such hooks: one that kept this object would keep the run for ever.
         this = weakref.ref(self)
@@ -45,6 +47,7 @@ class Collector:
         """Prepare for the backward pass of the next micro-batch. With the ``last`` one, sums are complete."""
         self._last, self._passing = last, True
         self._ready.clear()
+        self._slices = Slices()
 
     def between(self) -> None:
         """Refuse gradients until the next ``micro_batch``: none of the step's backward passes runs."""
@@ -80,7 +83,8 @@ class Collector:
                 "a parameter gets its gradient in several parts within one backward pass",
                 hint="torch.utils.checkpoint with use_reentrant=False gives it whole",
             )
-        p.grad = None if p.grad is None else _unshared(p.grad)
+        if p.grad is not None and not (isinstance(p.grad, DTensor) and self._slices.take(local(p.grad))):
+            p.grad = _unshared(p.grad)
         self._ready.add(id(p))
         self.seen.add(id(p))
         if self._last:
@@ -103,3 +107,30 @@ def _unshared(gradient: torch.Tensor) -> torch.Tensor:
     part = local(gradient)
     mine = unshared(part)
     return gradient if mine is part or mine is None else split_as(mine, gradient)
+
+
+class Slices:
+    """Memory that gradients of one backward pass have. Several may have one storage, if each has a slice to itself.
+
+    FSDP2 puts the gradients of a module one behind the other into one buffer, and to copy each of them costs time.
+
+    >>> memory, slices = torch.zeros(8), Slices()
+    >>> slices.take(memory[:4]), slices.take(memory[4:]), slices.take(memory[3:5])
+    (True, True, False)
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[int, int]] = {}  # storage → its first and last address that are taken
+
+    def take(self, gradient: torch.Tensor) -> bool:
+        """Take a gradient's memory; return False if another one may have some of it, or it is not in one piece."""
+        if not gradient.is_contiguous():
+            return False
+        begin = gradient.data_ptr()
+        end = begin + gradient.nbytes
+        storage = gradient.untyped_storage()._cdata
+        low, high = self._taken.get(storage, (begin, begin))
+        if begin < high and end > low:
+            return False
+        self._taken[storage] = (min(low, begin), max(high, end))
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -336,8 +336,6 @@ class Engine:
         ``UsageError`` if they have.
         """
         self._norms = None
-        if group.team.size > 1:
-            self._norms = self._norms_of(group.team)
         if self.layout.is_whole:
             return
         mark = self.update.mark()
@@ -348,12 +346,19 @@ class Engine:
             raise self.update.other_groups()
         self._norms = told[2:]
 
-    def _norms_of(self, team: Team) -> torch.Tensor:
-        """Return the norms of all parameters' gradients, of which each rank of a team has a part."""
-        norms = self.update.norms()
-        counts = [team.leads or tells(p) for p in self.update.parameters]
-        parts = [norm if own else 0.0 for norm, own in zip(norms.tolist(), counts, strict=True)]
-        return torch.tensor(norms_of_team(team.exchange("the norms", parts)), dtype=norms.dtype, device=norms.device)
+    def norms_here(self, team: Team) -> list[float]:
+        """Return the norm of each gradient's part that this rank of a team counts: 0 for what others count.
+
+        What the step does not update, of several optimizers, counts nowhere.
+        """
+        chosen = self.update.parameters if self.update.chosen is None else self.update.chosen
+        stepping = {id(p) for p in chosen}
+        counts = [id(p) in stepping and (team.leads or tells(p)) for p in self.update.parameters]
+        return [norm if own else 0.0 for norm, own in zip(self.update.norms().tolist(), counts, strict=True)]
+
+    def take_norms(self, ranks: Sequence[Sequence[float]]) -> None:
+        """Take the norms of all parameters' gradients from those of their parts on each rank of a team."""
+        self._norms = torch.tensor(norms_of_team(ranks), dtype=torch.float64, device=self.model.device)
 
     @cached_property
     def _home(self) -> list[int]:

@@ -21,6 +21,13 @@ class Slab:
 
     views: list[torch.Tensor]
     memory: torch.Tensor | None = None
+    _wrapped: list[torch.Tensor] | None = None
+
+    def as_gradients_of(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Return the views, split as the parameters are; made once, because that takes longer than a small sum."""
+        if self._wrapped is None:
+            self._wrapped = [split_as(view, p) for p, view in zip(parameters, self.views, strict=True)]
+        return self._wrapped
 
     @property
     def flat(self) -> torch.Tensor:
@@ -73,8 +80,8 @@ class Bucket:
 
     def attach(self, slab: Slab) -> None:
         """Make the slab's values the parameters' gradients."""
-        for p, view in zip(self.parameters, slab.views, strict=True):
-            p.grad = split_as(view, p)
+        for p, gradient in zip(self.parameters, slab.as_gradients_of(self.parameters), strict=True):
+            p.grad = gradient
 
     def forget(self) -> None:
         """Leave the parameters without gradients."""

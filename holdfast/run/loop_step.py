@@ -85,7 +85,7 @@ class LoopStep:
             return
         try:
             self._attempt = self._loop.begin(self)
-            yield from self._attempt.micro_batches()
+            yield from self._attempt.micro_batches(met=True)
         except Broken:
             self._broke()
         self._seed("computed", self._part)

@@ -25,6 +25,7 @@ from holdfast.commit.settle import Settlement
 from holdfast.engine.model import in_eval
 from holdfast.engine.profile.hook import about_to_train
 from holdfast.engine.progress import Progress
+from holdfast.engine.scatter import send_parts
 from holdfast.engine.script_state import ScriptState
 from holdfast.engine.state import State
 from holdfast.errors import UsageError
@@ -60,6 +61,8 @@ class Training:
         self._team = find_team()
         self.engine, self._log = make_engine(settings)
         refuse(settings, self.engine, self._team)
+        if self._team.size > 1:
+            send_parts(self.engine.model.module)
         engine, kept = self.engine, settings.checkpoint
         label = make_label(settings, engine)
         self._progress = Progress(label=label)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint import async_save, load, open_checkpoint, save
-from holdfast.checkpoint.ranks import current
+from holdfast.checkpoint.ranks import SHORT, current
 from holdfast.checkpoint.tensor_reader import read_tensor
 from holdfast.errors import HoldfastError
 from tests.checkpoint.layouts import mesh
@@ -62,6 +62,18 @@ def test_an_error_on_one_rank_is_raised_on_all(kind: str, tmp_path: Path) -> Non
     assert all("thing" in text for text in said), said
     assert not (tmp_path / "bad").exists()
     assert open_checkpoint(tmp_path / "good").tree == {"step": 2}
+
+
+def tell_texts(lengths: list[int]) -> list[bytes]:
+    found = current().exchange(bytes([65 + dist.get_rank()]) * lengths[dist.get_rank()])
+    current().exchange(b"")  # and the next one is not mixed up with it
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [0, 3], [SHORT, SHORT - 1], [SHORT + 1, 0], [2, 5 * SHORT]])
+def test_texts_of_any_length_are_exchanged(lengths: list[int]) -> None:
+    """Short ones in one message, longer ones in two."""
+    assert world(2).run(tell_texts, lengths, seconds=20) == [[b"A" * lengths[0], b"B" * lengths[1]]] * 2
 
 
 def fail_to_write(folder: Path) -> str:

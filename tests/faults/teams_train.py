@@ -1,4 +1,4 @@
-"""The script of the tests of teams: one model, split by FSDP2 or tensor parallel, or not at all (``SPLIT``)."""
+"""The script of the tests of teams: one model, split by FSDP2, tensor parallel, both, or not at all (``SPLIT``)."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
@@ -16,29 +16,36 @@ import holdfast
 from tests.faults.loop_train import wait_for_joiner
 from tests.faults.train import Waves, checkpoints_of, wait_for_checkpoint
 
+TENSOR_PARALLEL = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
-def make(split: str) -> nn.Module:
+
+def make(split: str) -> tuple[nn.Module, DeviceMesh | None]:
+    """The model, and the mesh that batches are divided over: None for all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 10), nn.Tanh(), nn.Linear(10, 5), nn.LayerNorm(5), nn.Dropout(0.1), nn.Linear(5, 1)
     )
     if split == "plain":
-        return model
+        return model, None
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh, rows = init_device_mesh("cpu", (dist.get_world_size(),)), None
     if split == "tp":
-        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return parallelize_module(model, mesh, TENSOR_PARALLEL), None
+    if split == "2d":
+        both = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+        model = parallelize_module(model, both["tensor"], TENSOR_PARALLEL)
+        mesh = rows = both["data"]
     if split != "forgotten":
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return model
+    return model, rows
 
 
 def main() -> None:
     setting = os.environ.get
     split = setting("SPLIT", "fsdp")
-    model = make(split)
+    model, rows = make(split)
     loop = holdfast.Loop(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -54,7 +61,7 @@ def main() -> None:
 
     for step in loop.steps(int(setting("STEPS", "6"))):
         for batch in step.micro_batches():
-            step.backward(error(model, batch if split in ("tp", "plain") else loop.team.part(batch)))
+            step.backward(error(model, batch if split in ("tp", "plain") else loop.team.part(batch, rows)))
         if made := step.commit(clip_norm=0.5):
             loop.state["seen"].append((made.loss, made.grad_norm))
             if made.number == 1:

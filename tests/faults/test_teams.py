@@ -20,6 +20,11 @@ PHASES = ["data", "forward", "backward", "reduce", "vote", "voted", "update"]
 WHOLE = 4 * (16 * 10 + 10 + 10 * 5 + 5 + 2 * 5 + 5 + 1)  # bytes of the model
 
 
+def ranks_of(split: object) -> int:
+    """The ranks of a team: a mesh of two dimensions has four."""
+    return 4 if split == "2d" else 2
+
+
 def train(folder: Path, *, teams: int = 2, team: int = 2, faults: str = "", **settings: object) -> Result:
     folder.mkdir(exist_ok=True)
     environment = {name: str(value) for name, value in settings.items()}
@@ -32,15 +37,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def found(**settings: object) -> str:
-        return train(tmp_path_factory.mktemp("alone"), teams=1, **settings).sha256
+        team = ranks_of(settings["SPLIT"])
+        return train(tmp_path_factory.mktemp("alone"), teams=1, team=team, **settings).sha256
 
     return found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kills = [("fsdp", phase, f"0.{n}") for phase in PHASES for n in ("0.0", "0.1", "1.0", "1.1")]
-    kills += [("tp", phase, "0.0.1") for phase in PHASES]
-    sweep(metafunc, "kill", kills, [("fsdp", "backward", "0.1.1"), ("tp", "voted", "0.0.1")])
+    kills += [("tp", phase, "0.0.1") for phase in PHASES] + [("2d", phase, "0.1.2") for phase in PHASES]
+    sweep(metafunc, "kill", kills, [("fsdp", "backward", "0.1.1"), ("tp", "voted", "0.0.1"), ("2d", "reduce", "0.1.2")])
 
 
 def test_a_killed_rank_takes_its_team_along_and_nobody_else(
@@ -48,13 +54,14 @@ def test_a_killed_rank_takes_its_team_along_and_nobody_else(
 ) -> None:
     """And another team joins, which gets each shard from its counterpart."""
     split, phase, rank = kill
-    result = train(tmp_path, faults=f"kill worker={rank} step=2 phase={phase}", WANTED=2, SPLIT=split)
+    team = ranks_of(split)
+    result = train(tmp_path, team=team, faults=f"kill worker={rank} step=2 phase={phase}", WANTED=2, SPLIT=split)
     assert result.code == 0, result.said
     assert {e["worker"] for e in result.of("failure")} == {rank[:3]}
     assert result.sha256 == alone(SPLIT=split)
     assert_every_worker_commits_each_step_once(result)
     assert "0.2" in {e["worker"] for e in result.of("commit")}, "no team has joined"
-    assert len(result.results) == 4
+    assert len(result.results) == 2 * team
 
 
 def test_three_teams_of_which_two_are_killed_at_the_same_time(tmp_path: Path, alone: Any) -> None:
@@ -115,7 +122,7 @@ def test_a_rank_that_is_stopped_takes_its_team_along(tmp_path: Path, alone: Any)
 
 @pytest.mark.parametrize(
     ("split", "team"),
-    [("fsdp", 3), covered("the same bytes are read into other places", "tp", 2), ("plain", 1)],
+    [("fsdp", 3), covered("the same bytes are read into other places", "tp", 2), ("2d", 4), ("plain", 1)],
 )
 def test_another_layout_reads_the_same_bytes(tmp_path: Path, alone: Any, split: str, team: int) -> None:
     """FSDP2 of 2 ranks saves; other layouts resume, and hash what they hold. Two teams instead of one go on alike."""

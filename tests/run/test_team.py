@@ -106,6 +106,22 @@ def test_what_teams_do_not_have_is_refused_by_name(make: Callable[[], object], n
         make()
 
 
+def test_norms_count_what_the_step_updates_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of an optimizer that does not step are dropped after the ranks have told each other their norms."""
+    monkeypatch.setattr(TwoAlike, "rank", 0)
+    models = {"first": nn.Linear(4, 1), "second": nn.Linear(4, 1)}
+    sgd = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    training = holdfast.Loop(model=models, **settings() | {"optimizer": sgd})
+    update = training.engine.update
+    for step in training.steps(1):
+        for x, y in step.micro_batches():
+            step.backward(nn.functional.mse_loss(models["first"](x) + models["second"](x), y))
+        assert all(norm > 0 for norm in training.engine.norms_here(Team(TwoAlike())))
+        update.choose(list(models["second"].parameters()), clip_norm=None)
+        assert [norm > 0 for norm in training.engine.norms_here(Team(TwoAlike()))] == [False, False, True, True]
+        step.commit("second")
+
+
 def test_a_gradient_that_is_laid_out_otherwise_is_refused_with_both_placements() -> None:
     mesh = pretend(2)
     p = nn.Parameter(DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)]))
