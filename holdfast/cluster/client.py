@@ -215,6 +215,7 @@ class Client:
         try:
             messages = self._line.receive()
         except EOFError:  # without its agent nobody could stop this process, or show its output
+            self._hub.close_before_exit()
             logger.error("the agent is gone; this worker ends")
             os._exit(1)
         for message in messages:

@@ -30,7 +30,7 @@ class JobStep:
     True
     """
 
-    job: str  # the number of the job
+    job: str  # the number of the job; of an array's task as in 7_3, as squeue and scontrol call it
     step: str  # the number of the step in the job
     starts: int  # how often the job was requeued
     task: int  # this agent, from 0
@@ -45,7 +45,7 @@ class JobStep:
         if not (get("SLURM_JOB_ID") and number.isdigit() and get("SLURM_PROCID")) or int(number) > FIRST_SPECIAL_STEP:
             return None
         return cls(
-            job=get("SLURM_JOB_ID", ""),
+            job=_job_of(environment),
             step=number,
             starts=int(get("SLURM_RESTART_COUNT") or 0),
             task=int(get("SLURM_PROCID", "0")),
@@ -62,6 +62,18 @@ class JobStep:
     def host(self) -> str:
         """The node's name as a host of ``--hosts``, which begins with a letter."""
         return self.node if self.node[:1].isalpha() else f"node-{self.node}"
+
+
+def _job_of(environment: Mapping[str, str]) -> str:
+    """Return the job as SLURM's commands call it. A number alone may mean all tasks of an array.
+
+    >>> _job_of({"SLURM_JOB_ID": "9"})
+    '9'
+    >>> _job_of({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"})
+    '7_2'
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
 
 
 def ask(command: Sequence[str]) -> str:
@@ -145,7 +157,7 @@ def notice_of(environment: Mapping[str, str], ask: Ask = ask) -> dict[str, str]:
     if not environment.get("SLURM_JOB_ID"):
         return {}
     found = {}
-    partition, job = environment.get("SLURM_JOB_PARTITION", ""), environment["SLURM_JOB_ID"]
+    partition, job = environment.get("SLURM_JOB_PARTITION", ""), _job_of(environment)
     config = re.search(r"^KillWait\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
     grace = _fields(ask(["scontrol", "--oneliner", "show", "partition", partition])).get("GraceTime", "")
     seconds = [int(text) for text in ((config[1] if config else ""), grace) if text.isdigit() and int(text)]

@@ -41,6 +41,19 @@ def test_a_slurm_that_does_not_answer_lets_nobody_begin_a_run_twice(
     assert is_running("7.0.0", "8.0.0", answers()) is running
 
 
+def test_a_task_of_an_array_is_known_by_the_name_that_slurm_lists() -> None:
+    """squeue lists the steps of job 9 as 7_2.0. ``scontrol show job 7`` would tell of all tasks of the array."""
+    step = JobStep.of({**STEP, "SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"})
+    assert step is not None
+    assert not is_running("7_1.0.0", step.name, answers(steps="7_2.0\n7_2.batch\n"))
+    asked: list[str] = []
+    slurm.notice_of(
+        {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"},
+        lambda command: asked.append(command[-1]) or "",  # type: ignore[func-returns-value]
+    )
+    assert "7_3" in asked
+
+
 @pytest.mark.parametrize("number", ["4294967290", "4294967291", "", "batch"])
 def test_steps_of_slurms_own_are_no_steps_of_agents(number: str) -> None:
     assert JobStep.of(STEP) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,20 @@ def test_a_script_without_a_run_begins_with_all_tasks_of_its_step(jobs: Jobs, no
         "rank 1 of 2",
     ]
     assert not jobs.events("restart")
+
+
+@pytest.mark.thorough("it starts three jobs; tests/cluster/test_slurm.py has what a task of an array is called")
+def test_tasks_of_an_array_carry_one_run_on(jobs: Jobs, nodes: SlurmCluster, undisturbed: Any) -> None:
+    """One after another, under one name: the second knows that the first has ended, and begins from its checkpoint."""
+    array = jobs.submit(1, "--array=1-2%1", flags=("--rdzv-id", "chain"))
+    jobs.numbers = [f"{array}_2"]
+    jobs.wait_for_workers(1)
+    nodes.ask("scancel", f"{array}_1")
+    wait_until("the second has begun", lambda: jobs.events("resumed"))
+    os.kill(jobs.events("run")[-1]["pid"], signal.SIGTERM)  # it requeues itself, and not the array
+    wait_until("it has begun again", lambda: len(jobs.events("resumed")) == 2)
+    assert_undisturbed(jobs.finish(), undisturbed)
+    assert nodes.ask("squeue", "-h", "-j", array, "-t", "all", "-o", "%T").split() == ["CANCELLED", "COMPLETED"]
 
 
 @pytest.mark.parametrize(

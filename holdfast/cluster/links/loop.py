@@ -53,6 +53,10 @@ class Loop:
         """End the thread, after what it was asked for before."""
         self.call(self._stop)
 
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, so long at most."""
+        self._thread.join(seconds)
+
     def later(self, seconds: float, work: Callable[[], None]) -> None:
         """Have ``work`` done after so many seconds."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), work))

@@ -6,6 +6,7 @@ is the end of all that it has started: an agent's workers end with it.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
@@ -70,6 +71,7 @@ class AgentActor:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._agent: Agent | None = None
+        self._running: asyncio.Task[AgentEnd] | None = None
 
     async def place(self) -> tuple[str, int]:
         """Return the node's id, and the process's."""
@@ -78,7 +80,12 @@ class AgentActor:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def run(self) -> AgentEnd:
-        """Run the agent until its worker is done."""
+        """Run the agent until its worker is done. Whoever has lost the answer may ask again."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        return await asyncio.shield(self._running)
+
+    async def _run(self) -> AgentEnd:
         logs.show()
         node, _ = await self.place()
         complaints: list[str] = []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.25  # between two looks at the crew
 DRAIN_SECONDS = 1.0  # between two questions which nodes will be taken away
 LAST_SECONDS = 20.0  # for agents to end by themselves when the run is over
+OUT_OF_SIGHT_SECONDS = 3.0  # that an agent may be: a connection of Ray's that breaks is no reason to end its worker
 SLACK_SECONDS = 15.0  # of the coordinator's patience: the crew gives up before it, as it knows what is missing
 PREEMPTED = 128  # exit codes above it: an agent was asked to leave
 
@@ -141,7 +142,7 @@ class RayAttempt:
         try:
             node, _ = await native.ask(actor.place.remote())
             self._crew.placed(number, node=node, now=time.monotonic())
-            end: AgentEnd = await native.ask(actor.run.remote())
+            end = await self._end_of(actor)
         except native.Lost as e:
             logger.warning("a worker of Ray is lost: %s", e)
             self._crew.lost(number, cause=str(e), now=time.monotonic())
@@ -153,3 +154,18 @@ class RayAttempt:
             self._crew.ended(number)
         else:
             self._crew.lost(number, cause=end.text or f"exit code {end.code}", now=time.monotonic())
+
+    async def _end_of(self, actor: ActorHandle) -> AgentEnd:
+        """Run an agent, and return its end. It is asked again if Ray has lost sight of it: it may train on."""
+        since = time.monotonic()
+        while True:
+            asked = time.monotonic()
+            try:
+                end: AgentEnd = await native.ask(actor.run.remote())
+                return end
+            except native.OutOfSight:
+                now = time.monotonic()
+                since = now if now - asked > OUT_OF_SIGHT_SECONDS else since  # it was seen meanwhile
+                if now - since > OUT_OF_SIGHT_SECONDS:
+                    raise
+                await asyncio.sleep(LOOK_SECONDS)

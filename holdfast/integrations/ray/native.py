@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.train import RunConfig, ScalingConfig
 
+VERSION = (2, 60)  # whose internals these are
 CALLS = 8  # of an actor at once: its whole life is one call, and others have to get through
 
 
@@ -22,13 +23,23 @@ class Lost(HoldfastError):
     """An actor has died, or cannot be made."""
 
 
+class OutOfSight(Lost):
+    """Ray does not reach an actor at the moment. It may be alive, and what it was asked for may go on."""
+
+
 def need() -> None:
-    """Make sure that Ray Train v2 is here. Raises ``UsageError`` if it is not."""
+    """Make sure that Ray Train v2 is here, in the version that is known. Raises ``UsageError`` if it is not."""
+    hint = "pip install 'holdfast[ray]'"
     try:
+        import ray
+
+        if tuple(int(part) for part in ray.__version__.split(".")[:2]) != VERSION:
+            known = ".".join(map(str, VERSION))
+            raise UsageError(f"HoldfastTrainer needs Ray {known}, and this is {ray.__version__}", hint=hint)
         import cloudpickle  # noqa: F401
         from ray.train.v2._internal.constants import is_v2_enabled
     except ImportError as e:
-        raise UsageError(f"HoldfastTrainer needs Ray Train: {e}", hint="pip install 'holdfast[ray]'") from e
+        raise UsageError(f"HoldfastTrainer needs Ray Train: {e}", hint=hint) from e
     if not is_v2_enabled():
         raise UsageError("HoldfastTrainer takes the settings of Ray Train v2", hint="RAY_TRAIN_V2_ENABLED=1")
 
@@ -67,7 +78,7 @@ def start(kind: type, *arguments: Any, scaling: ScalingConfig, run: RunConfig) -
 
 
 async def ask(reference: Any) -> Any:
-    """Return what an actor answers. Raises ``Lost`` if it has died, or has raised an error."""
+    """Return what an actor answers. Raises ``Lost`` if it has died or has failed, ``OutOfSight`` if it may live."""
     import ray
 
     try:
@@ -75,7 +86,8 @@ async def ask(reference: Any) -> Any:
     except ray.exceptions.RayError as e:
         cause = getattr(e, "cause", None) or e
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        raise Lost(lines[0] if lines else type(cause).__name__) from e
+        kind = OutOfSight if isinstance(e, ray.exceptions.ActorUnavailableError) else Lost
+        raise kind(lines[0] if lines else type(cause).__name__) from e
 
 
 def kill(actor: ActorHandle) -> None:

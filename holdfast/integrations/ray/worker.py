@@ -83,5 +83,16 @@ def main(program: Path) -> None:
         raise UsageError(text, hint="make one in it, and loop over its steps: docs/ray.md")
     if found is not None:
         path = returned_of(program.parent, os.environ["HOLDFAST_WORKER"])
-        path.with_suffix(".new").write_bytes(cloudpickle.dumps(found))
+        path.with_suffix(".new").write_bytes(_pickled(found))
         os.replace(path.with_suffix(".new"), path)
+
+
+def _pickled(found: Any) -> bytes:
+    """Return a result as the driver reads it. Raises ``UsageError`` if it cannot be sent."""
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(found))
+    except Exception as e:  # whatever its own parts raise
+        text = f"what the train function has returned, a {type(found).__name__}, cannot be sent to the driver: {e}"
+        raise UsageError(text, hint="return numbers, text or tensors; all steps are done") from e

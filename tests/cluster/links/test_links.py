@@ -75,6 +75,19 @@ def test_who_comes_late_finds_the_calls_that_were_made_before() -> None:
         first.finish(waiting)
 
 
+def test_a_process_that_is_about_to_exit_has_closed_its_connections_before() -> None:
+    """Its memory may take the kernel a while, and the others would wait for that long."""
+    with hubs(2) as made:
+        generation = generation_of(made)
+        leaving, staying = (enter(hub, generation, rank) for rank, hub in enumerate(made))
+        together(leaving.gather, staying.gather)
+        carriers = [end._carrier for end in leaving._backend._ends.values() if end._carrier is not None]
+        made[0].close_before_exit()
+        assert [carrier.fileno() for carrier in carriers] == [-1]
+        with pytest.raises(Broken):
+            staying.vote(torch.ones(1))
+
+
 def test_who_calls_for_a_generation_that_is_over_is_told_at_once() -> None:
     with hubs(2) as made:
         old, new = generation_of(made, number=1), generation_of(made, number=2)

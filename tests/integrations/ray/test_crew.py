@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -11,7 +12,7 @@ from holdfast.integrations.ray import HoldfastTrainer, checkpoint_folder
 from holdfast.integrations.ray.agent_actor import AgentEnd
 from holdfast.integrations.ray.attempt import outcome_of
 from holdfast.integrations.ray.crew import NO_DEADLINE_SECONDS, TRIES, AgentCrew, GiveUp, Leave, Start
-from holdfast.integrations.ray.worker import takes_config
+from holdfast.integrations.ray.worker import _pickled, takes_config
 
 
 def crew_of(minimum: int, maximum: int, *, placed: int) -> AgentCrew:
@@ -97,11 +98,24 @@ def test_what_is_no_train_function_is_refused_in_words(train: object) -> None:
         takes_config(train)  # type: ignore[arg-type]
 
 
+def test_a_result_that_cannot_be_sent_is_a_sentence() -> None:
+    pytest.importorskip("cloudpickle", reason="needs cloudpickle: pip install 'holdfast[ray]'")
+    with pytest.raises(UsageError, match="a lock, cannot be sent"):
+        _pickled(threading.Lock())
+
+
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"holdfast\[ray\]"):
+        HoldfastTrainer(lambda config: None)
+
+
+def test_another_version_of_ray_is_refused_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'holdfast[ray]'")
+    monkeypatch.setattr(ray, "__version__", "2.49.2")
+    with pytest.raises(UsageError, match=r"2\.60.*2\.49\.2"):
         HoldfastTrainer(lambda config: None)
 
 

@@ -6,6 +6,7 @@ One cluster serves the module. ``RayCluster.end`` ends all of its processes at t
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,35 @@ def test_growth_and_the_loss_of_a_worker_an_actor_and_a_raylet(
     assert list(table["squared"]) == list(table["loss"] * table["loss"])
     assert list(table["step"]) == list(range(STEPS))
     fit.judge()
+
+
+def cut(one: int, other: int) -> int:
+    """Break all connections between two processes, as a firewall that forgets them does; return how many."""
+    lines = subprocess.run(["ss", "-Htnp", "state", "established"], capture_output=True, text=True).stdout.splitlines()
+    ends = {pid: {tuple(line.split()[2:4]) for line in lines if f"pid={pid}," in line} for pid in (one, other)}
+    both = [(here, there) for here, there in ends[one] if (there, here) in ends[other]]
+    for here, there in both:
+        (host, port), (peer, peer_port) = here.rsplit(":", 1), there.rsplit(":", 1)
+        words = ["ss", "-K", "src", host, "sport", "=", port, "dst", peer, "dport", "=", peer_port]
+        subprocess.run(words, check=True, capture_output=True)
+    return len(both)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ss") is None, reason="needs root, and iproute2's ss")
+def test_an_agent_that_ray_does_not_reach_for_a_moment_trains_on(
+    cluster: RayCluster, tmp_path: Path, whole: Callable[..., str]
+) -> None:
+    fit = Fit(tmp_path, 2, steps=100)
+    try:
+        (first, _) = fit.wait_for(2)
+        assert cut(os.getpid(), fit.agent_of(first))
+        note("connection of Ray cut")
+        wait_until("some more steps", lambda: fit.events("commit")[-1]["step"] >= 60)
+    finally:
+        result = fit.finish()
+    assert fit.error is None
+    assert fit.events("failure") == []
+    assert result.return_value == whole(100)
 
 
 @pytest.mark.thorough("tests/integrations/ray/test_crew.py, and tests/faults/test_preemption.py")
