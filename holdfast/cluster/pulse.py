@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 # Where the training thread is: in a step; in another operation, or in the first one of a generation; in the script
 # between two operations; waiting for other workers; or waiting for a thread of its own, which may wait for them.
 Where = Literal["step", "operation", "script", "wait", "helper"]
+WAITING = ("wait", "helper")
 STEP_WINDOW = 600.0  # seconds: the slowest step of the last ten to twenty minutes counts as recent
 OTHER_WINDOW = 86_400.0  # seconds: evaluations and saves are rarer, so a day of them counts as recent
 LATE_LOOKS = 3.0  # beats without a look after which this process must have been stopped, or was without a coordinator
@@ -33,6 +34,7 @@ class Pulse:
         self.signs = 0
         self.where: Where = "script"
         self.around: Where = "script"  # where it was before it began to wait
+        self.waited = 0.0  # seconds that the training thread has waited so far, for other workers or for its helpers
         self.waiters: set[int] = set()  # other threads of this process that wait for other workers
         self.born = time.monotonic()
         self.follow()
@@ -66,11 +68,14 @@ class Pulse:
                 self._help(thread, waits=False)
             return
         before, around = self.where, self.around
+        begin = time.monotonic() if where in WAITING and before not in WAITING else None
         self.where, self.around = where, before
         self.signs += 1
         try:
             yield
         finally:
+            if begin is not None:
+                self.waited += time.monotonic() - begin
             self.where, self.around = before, around
             self.signs += 1
 

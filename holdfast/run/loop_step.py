@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ class LoopStep:
         self._part = 0  # updates that the body has come to
         self._attempt: Attempt | None = None
         self._batches: Iterator[Any] = iter(())
-        self._begin, self._generation = time.monotonic(), loop._cohort.generation
+        self._begun = loop._begun()
         self._first_update: int = self._progress.update - self._progress.commits
         if not self._progress.commits:
             loop.body.begin()
@@ -192,10 +191,10 @@ class LoopStep:
         self.is_broken = False
         self._part += 1
         loss, report = made
-        self.made = loop._committed(loss, report, begin=self._begin, generation=self._generation)
+        self.made = loop._committed(loss, report, self._begun)
         loop.body.committed()
         self._name_place()
-        self._begin, self._generation = time.monotonic(), loop._cohort.generation
+        self._begun = loop._begun()
         return self.made
 
     def _name_place(self) -> None:

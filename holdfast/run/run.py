@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -140,11 +139,11 @@ class Run(Surroundings):
         """Commit the next step."""
         cohort = self._cohort
         faults.at_step(self._progress.step)
-        begin, generation = time.monotonic(), cohort.generation
+        begun = self._begun()
         self._books.begin()
         report = EVERY_STEP
         if self._apart is None:
             loss = cohort.commit(TrainingStep(self.engine, self._progress, traced=self._traced))
         else:
             loss, report = self._apart.next_step()
-        return self._committed(loss, report, begin=begin, generation=generation)
+        return self._committed(loss, report, begun)

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from holdfast.cluster import faults, lifeline
 from holdfast.cluster.client import Stopped
 from holdfast.cluster.events import Events
 from holdfast.cluster.membership import GIVEN_UP, Generation, Solo
+from holdfast.cluster.pulse import PULSE
 from holdfast.commit.cohort import Cohort
 from holdfast.commit.operation import End
 from holdfast.commit.settle import Settlement
@@ -49,6 +51,26 @@ from holdfast.sync.run_training import RunTraining
 from holdfast.words import count
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """When and where a step was begun: time, generation, and what this worker had waited and sent until then."""
+
+    at: float
+    generation: int
+    waited: float
+    sent: int
+
+    def since(self, begun: Begun) -> dict[str, float]:
+        """Return what the step has taken, from its begin until now, for the events.
+
+        >>> now = Begun(at=12.5, generation=2, waited=3.0, sent=700)
+        >>> now.since(Begun(at=12.0, generation=1, waited=2.75, sent=500))
+        {'seconds': 0.5, 'waited': 0.25, 'sent': 200}
+        """
+        seconds, waited = round(self.at - begun.at, 6), round(self.waited - begun.waited, 6)
+        return {"seconds": seconds, "waited": waited, "sent": self.sent - begun.sent}
 
 
 class Training:
@@ -131,6 +153,8 @@ class Training:
         self._begun_at = begins_at
         self._loops.begin_again()
         self._journal.begin(self._progress.step)
+        if self.is_first_worker:
+            self._event("journal", path=str(self._journal.path))
 
     @property
     def folder(self) -> Place | None:
@@ -319,14 +343,20 @@ class Training:
             self._apart.settle(why, full=full)
             self._apart.compute_together()
 
-    def _committed(self, loss: float, report: Report, *, begin: float, generation: int) -> Step:
-        """Note that a step is committed; return it. ``begin``, ``generation``: when and where it was begun."""
-        cohort, seconds = self._cohort, time.monotonic() - begin
-        if self._saver is not None and cohort.generation == generation:  # a recovery is not the cost of a save
+    def _begun(self) -> Begun:
+        """Return when and where a step is begun that begins now."""
+        cohort = self._cohort
+        return Begun(at=time.monotonic(), generation=cohort.generation, waited=PULSE.waited, sent=cohort.sent)
+
+    def _committed(self, loss: float, report: Report, begun: Begun) -> Step:
+        """Note that a step is committed; return it."""
+        cohort, now = self._cohort, self._begun()
+        seconds = now.at - begun.at
+        if self._saver is not None and cohort.generation == begun.generation:  # a recovery is not the cost of a save
             self._saver.costs.step(seconds, saving=self._saver.busy)
         self._books.end()
         step = self._last = self._made(report, seconds)
-        self._event("commit", step=step.number, loss=loss)
+        self._event("commit", step=step.number, loss=loss, **now.since(begun))
         self._say_what_is_survived()
         if self._progress.commits <= 1:  # a step has one row
             self._journal.write()

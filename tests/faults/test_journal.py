@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.journal import rows
+from holdfast.watch.reader import Reader
 from tests.faults import metrics_train
 from tests.faults.judge import covered, kill
 from tests.harness import Result, launch
@@ -44,6 +45,19 @@ def assert_each_step_once(folder: Path, result: Result) -> None:
     assert all(found[step] == loss for step, loss in losses.items())
 
 
+def assert_it_can_be_watched(logs: Path, result: Result) -> None:
+    """The events say where the journal is, and what each step has cost each worker; a reader understands all of it."""
+    assert [event["path"] for event in result.of("journal")] == [str(logs / rows.NAME)]
+    for event in result.of("commit"):
+        assert 0 < event["waited"] <= event["seconds"]
+        assert event["sent"] > 0
+    fold = Reader(logs).read_all()
+    view = fold.view()
+    assert (view.phase, view.step, view.unread) == ("finished", STEPS, 0)
+    assert fold.curves["lr"].to_json()["steps"] == list(range(STEPS))
+    assert view.counts["recovery"] == len(result.of("recovery"))
+
+
 PHASES = ["voted", "vote", "update", "backward"]
 
 
@@ -58,6 +72,7 @@ def test_a_lost_writer_leaves_no_gap(tmp_path: Path, phase: str) -> None:
     result = launch(tmp_path / "a", script=SCRIPT, workers=3, faults=faults, environment=environment)
     assert result.code == 0, result.said
     assert_each_step_once(tmp_path / "a" / "logs", result)
+    assert_it_can_be_watched(tmp_path / "a" / "logs", result)
 
 
 @pytest.mark.parametrize(
