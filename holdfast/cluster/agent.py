@@ -232,6 +232,7 @@ class Agent:
         while True:
             address = self.address
             if address is None:
+                self._nobody_elected(time.monotonic() - since)
                 await asyncio.sleep(0.01)
                 continue
             try:
@@ -294,6 +295,13 @@ class Agent:
             raise UsageError(
                 f"no coordinator answers at {host}:{port} for {self.settings.patience:g} s",
                 hint="start the first agent on that machine, with the same --rdzv-endpoint",
+            )
+
+    def _nobody_elected(self, seconds: float) -> None:
+        """Raise ``UsageError`` if nobody has got the role for long. etcd's first answer may take the patience, too."""
+        if seconds > 2 * self.settings.patience:
+            raise UsageError(
+                f"no coordinator was elected for {seconds:.0f} s", hint="does etcd answer, and all machines?"
             )
 
     def _kill_stopped(self) -> None:

@@ -1,7 +1,7 @@
 """Predictions: what a model gives for each sample of a data set, in the data set's order, the same on all workers.
 
 Each pipeline computes its share. Its last stage keeps the outputs until all are done. Then workers tell each other the
-shapes, and each sends its share to all others. Nothing is padded or cut, and nothing depends on who computed what.
+shapes, and swap their shares in rounds. Nothing is padded or cut, and nothing depends on who computed what.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from holdfast import codec
 from holdfast.cluster import faults, tags
+from holdfast.cluster.butterfly import meetings
 from holdfast.cluster.group import Group
 from holdfast.cluster.texts import Texts
 from holdfast.data.fetch import Dataset
@@ -119,17 +120,27 @@ def _take(passed: Passed, keep: Keep, share: _Share, rooms: Rooms) -> None:
 
 
 def _gather(leaf: int, shares: dict[int, _Share], group: Group, rooms: Rooms, device: torch.device) -> Any:
-    """Return one leaf of all shares, which come in the order of their samples."""
-    room = rooms.take(sum(share.bytes_of(leaf) for share in shares.values()))
-    start = 0
-    for rank, share in shares.items():
-        stop = start + share.bytes_of(leaf)
-        if rank == group.rank:
-            _fill(room[start:stop], share.parts[leaf])
-            share.parts[leaf].clear()
-        for begin in range(start, stop, BLOCK):
-            _send_or_receive(room[begin : min(begin + BLOCK, stop)], rank, group, device)
-        start = stop
+    """Return one leaf of all shares, which come in the order of their samples.
+
+    Shares travel in the rounds of the ``butterfly``, whose places are in that order: what a block of workers has
+    together lies side by side.
+    """
+    places = [*shares, *(rank for rank in range(group.size) if rank not in shares)]
+    sizes = [share.bytes_of(leaf) for share in shares.values()]
+    begins = [*itertools.accumulate(sizes, initial=0)] + [sum(sizes)] * (group.size - len(sizes))
+    room = rooms.take(begins[-1])
+
+    def of(block: range) -> torch.Tensor:
+        return room[begins[block.start] : begins[block.stop]]
+
+    place = places.index(group.rank)
+    if group.rank in shares:
+        _fill(of(range(place, place + 1)), shares[group.rank].parts[leaf])
+        shares[group.rank].parts[leaf].clear()
+    for meet in meetings(place, group.size):
+        nothing = room[:0]
+        mine, theirs = of(meet.mine) if meet.sends else nothing, of(meet.theirs) if meet.receives else nothing
+        _swap(mine, theirs, places[meet.partner], group, device)
     shapes = [shape for share in shares.values() for shape in share.shapes[leaf]]
     return _shaped(room.view(codec.dtype_of(next(iter(shares.values())).dtypes[leaf])), shapes)
 
@@ -141,16 +152,15 @@ def _fill(room: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         place += part.numel()
 
 
-def _send_or_receive(block: torch.Tensor, owner: int, group: Group, device: torch.device) -> None:
-    """Send a block to all others if it is this worker's own, else receive it. It does not change until the vote."""
-    if owner == group.rank:
-        sent = block.to(device)
-        group.start([(rank, sent, tags.MODEL) for rank in range(group.size) if rank != owner], [])
-        return
-    place = block if device.type == "cpu" else torch.empty_like(block, device=device)
-    group.finish(group.start([], [(owner, place, tags.MODEL)]))
-    if place is not block:
-        block.copy_(place)
+def _swap(mine: torch.Tensor, theirs: torch.Tensor, partner: int, group: Group, device: torch.device) -> None:
+    """Send ``mine`` to a partner and receive ``theirs``, in blocks. ``mine`` does not change until the vote."""
+    for begin in range(0, max(mine.numel(), theirs.numel()), BLOCK):
+        sent, place = mine[begin : begin + BLOCK], theirs[begin : begin + BLOCK]
+        heard = place if device.type == "cpu" else torch.empty_like(place, device=device)
+        sends = [(partner, sent.to(device), tags.MODEL)] if sent.numel() else []
+        group.finish(group.start(sends, [(partner, heard, tags.MODEL)] if heard.numel() else []))
+        if heard is not place:
+            place.copy_(heard)
 
 
 def _shaped(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+from holdfast.cluster import tags
 from holdfast.cluster.group import alone
 from holdfast.data.source import Data
 from holdfast.data.stream import Stream
@@ -79,6 +80,28 @@ def test_means_and_predictions_are_those_of_one_worker(layout: str, monkeypatch:
         assert found[2]["all"][1] is None
         pairs = zip(leaves(found[1:]), leaves(expected[1:]), strict=True)
         assert all(same_bits(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize(("workers", "most"), [(8, 3), (16, 4), (19, 5)])
+def test_predictions_go_to_few_partners(workers: int, most: int) -> None:
+    data = numbers(40)
+    (expected,) = on(side_by_side(6, 1), lambda engine, group: predict(engine, data, both, group, Rooms()))
+
+    def work(engine: Any, group: Any) -> tuple[int, Any]:
+        sent, start = 0, group.start
+
+        def counted(sends: Any, receives: Any) -> Any:
+            nonlocal sent
+            sent += sum(tag == tags.MODEL for _, _, tag in sends)
+            return start(sends, receives)
+
+        group.start = counted
+        found = predict(engine, data, lambda output, target: output, group, Rooms())
+        return sent, found
+
+    told = on(side_by_side(6, workers), work)
+    assert all(same_bits(found, expected[0]) for _, found in told)
+    assert 0 < max(sent for sent, _ in told) <= most  # it was one to each of the others
 
 
 def test_norms_of_gradients_are_those_of_one_worker_and_of_torch() -> None:

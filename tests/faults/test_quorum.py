@@ -58,11 +58,11 @@ class Machines:
             **environment,
         }
 
-    def start(self, *, endpoints: str = "", hosts: str = "1:4", **environment: str) -> Command:
+    def start(self, *options: str, endpoints: str = "", hosts: str = "1:4", **environment: str) -> Command:
         words = ["run", "-n", "1", "--nnodes", hosts, "--heartbeat-timeout", "3", "--rdzv-id", self.folder.name]
         words += ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints or self._endpoints]
         number = len(self.agents)
-        words += ["--log-dir", str(self.folder / f"logs{number}"), *self._options, str(TRAIN)]
+        words += ["--log-dir", str(self.folder / f"logs{number}"), *self._options, *options, str(TRAIN)]
         settings = {**self._settings, **environment}
         self.agents.append(Command(*words, folder=self.folder, name=f"agent{number}", **settings))
         return self.agents[-1]
@@ -337,6 +337,22 @@ def test_the_coordinator_is_cut_off_from_etcd(machines: Machines, etcd: EtcdClus
     epochs = [e["epoch"] for e in result.of("coordinator")]
     assert len(epochs) == 2
     assert epochs[0] < epochs[1]
+
+
+def test_the_coordinator_is_cut_off_from_etcd_for_good(machines: Machines, etcd: EtcdCluster, undisturbed: Any) -> None:
+    """It gives the role up after its patience. Its worker, whose step broke, waits as long again, and ends in words."""
+    cables = [Cable(port) for port in etcd.ports]
+    endpoints = ",".join(f"127.0.0.1:{cable.port}" for cable in cables)
+    cut_off = machines.start("--patience", "3", endpoints=endpoints)
+    wait_until("it is elected", lambda: machines.events("elected"))
+    machines.begin(2, already=1)
+    for cable in cables:
+        cable.cut()
+    wait_until("others go on", lambda: sorted(machines.members()) == ["1.0", "2.0"] and machines.is_training())
+    assert cut_off.wait(60.0) == 1
+    assert "the coordinator at" in cut_off.stderr
+    assert "etcd has not answered for 3 s: this machine gives up the coordinator's role" in cut_off.stdout
+    assert_undisturbed(machines.finish(1, 2), undisturbed)
 
 
 def test_a_script_without_a_run_starts_twice_under_the_same_name(tmp_path: Path, etcd: EtcdCluster) -> None:

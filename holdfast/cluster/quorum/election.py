@@ -43,7 +43,12 @@ class CoordinatorEnded:
     code: int
 
 
-Event = Seen | LeaseGone | PortRefused | CoordinatorEnded
+@dataclass(frozen=True, kw_only=True)
+class EtcdSilent:
+    """Etcd has not answered this agent for its patience: its lease is gone, or as good as gone."""
+
+
+Event = Seen | LeaseGone | PortRefused | CoordinatorEnded | EtcdSilent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +111,9 @@ class Election:
             return self._refused(event.address, now)
         if isinstance(event, CoordinatorEnded):
             return self._ended(event.code)
+        if isinstance(event, EtcdSilent):
+            self._lease = 0  # whoever has the role now: it is not this agent, until it has a new lease
+            return self._stop_serving()
         self.holder = event.holder
         return self._judge()
 
@@ -113,16 +121,17 @@ class Election:
         """Serve, follow or campaign, as the holder and this agent's lease are now."""
         holder = self.holder
         mine = holder is not None and (holder.agent, holder.lease) == (self._agent, self._lease)
-        actions: list[Action] = []
-        if self.serves and not mine:
-            self.serves = False
-            actions.append(StepDown())
+        actions = [] if mine else self._stop_serving()
         if holder is None:
             return actions if self.over else [*actions, Campaign()]
         if mine and not self.serves and not self.over:
             self.serves = True
             actions.append(Serve(epoch=holder.epoch))
         return [*actions, Follow(address=holder.address)]
+
+    def _stop_serving(self) -> list[Action]:
+        served, self.serves = self.serves, False
+        return [StepDown()] if served else []
 
     def _refused(self, address: Address, now: float) -> list[Action]:
         holder = self.holder

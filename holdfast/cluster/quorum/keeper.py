@@ -18,6 +18,7 @@ from holdfast.cluster.quorum.election import (
     Campaign,
     CoordinatorEnded,
     Election,
+    EtcdSilent,
     Event,
     Follow,
     LeaseGone,
@@ -69,7 +70,9 @@ class ElectedKeeper:
         self._etcd = Etcd(settings)
         self._election = Election(agent=agent, lease=0)
         self._lease = 0
+        self._void = False  # the lease is not to be used any more, whatever etcd says
         self._host = ""  # this agent's number, once it has one
+        self._shown = ""  # the same, as etcd knows it
         self._listener: socket.socket | None = None
         self._happened: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = asyncio.Event()  # the coordinator's process does not run
@@ -162,30 +165,56 @@ class ElectedKeeper:
 
     async def _renew(self) -> None:
         """Get a new lease, and show under it that this host is alive."""
-        lease = await self._etcd.grant(LEASE_SECONDS)
-        await self._etcd.transact([], [put(self._keys.host(self._agent), self._host, lease=lease)])
-        self._lease = lease
+        self._lease = await self._etcd.grant(LEASE_SECONDS)
+        await self._show_host()
+
+    async def _show_host(self) -> None:
+        host = self._host
+        await self._etcd.transact([], [put(self._keys.host(self._agent), host, lease=self._lease)])
+        self._shown = host
+
+    async def _replace_lease(self) -> None:
+        """Give up the lease, and with it the role if this agent has it, and get another one."""
+        await self._etcd.revoke(self._lease)
+        await self._renew()
+        self._void = False
+        self._happened.put_nowait(LeaseGone(lease=self._lease))
 
     async def _stay_alive(self) -> None:
         """Keep the lease alive; get another if it is gone. An etcd that is down is waited for."""
-        shown, asked, silent = self._host, self._etcd.member, False
+        asked, answered, silent = self._etcd.member, time.monotonic(), False
         while True:
             await asyncio.sleep(LEASE_SECONDS / BEATS)
             if asked != self._etcd.member and self._following is not None:
                 asked = self._etcd.member
                 self._following.cancel()  # the member that it asked may be cut off, and would never tell it
             try:
-                if not await self._etcd.keep_alive(self._lease):
-                    await self._renew()
-                    self._told.write("lease-gone", agent=self._agent)
-                    self._happened.put_nowait(LeaseGone(lease=self._lease))
-                elif shown != self._host:
-                    await self._etcd.transact([], [put(self._keys.host(self._agent), self._host, lease=self._lease)])
-                shown, silent = self._host, False
+                await self._show_life()
+                answered, silent = time.monotonic(), False
             except FAILURES as e:
                 if not silent:
                     self._say(f"holdfast: {e}; training goes on, but nobody can join or be replaced until it answers")
                 silent = True
+                if self.is_ours and time.monotonic() - answered > self._patience:
+                    self._give_up_role()
+
+    async def _show_life(self) -> None:
+        """Keep the lease alive, or get another, and show the number of this agent's host."""
+        if self._void or not await self._etcd.keep_alive(self._lease):
+            await self._replace_lease()
+            self._told.write("lease-gone", agent=self._agent)
+        elif self._shown != self._host:
+            await self._show_host()
+
+    def _give_up_role(self) -> None:
+        """Stop the coordinator here: nothing that it decides counts. Whoever waits for it, waits for a bounded time."""
+        patience = f"{self._patience:g} s"
+        self._say(
+            f"holdfast: etcd has not answered for {patience}: this machine gives up the coordinator's role; training "
+            f"goes on, but a change waits {patience} more for a coordinator, and then ends the run here"
+        )
+        self._void = True
+        self._happened.put_nowait(EtcdSilent())
 
     async def _watch(self) -> None:
         """Follow the key ``coordinator``, at the member of etcd that answers."""

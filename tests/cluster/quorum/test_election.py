@@ -10,6 +10,7 @@ from holdfast.cluster.quorum.election import (
     Campaign,
     CoordinatorEnded,
     Election,
+    EtcdSilent,
     Follow,
     LeaseGone,
     PortRefused,
@@ -90,3 +91,11 @@ def test_an_agent_that_leaves_does_not_want_the_role(election: Election) -> None
     election.over = True
     assert election.step(Seen(holder=None), 0.0) == []
     assert election.step(Seen(holder=MINE), 0.0) == [Follow(address=HERE)]
+
+
+def test_a_holder_that_etcd_does_not_answer_stops_until_it_has_a_new_lease(holder: Election) -> None:
+    assert holder.step(EtcdSilent(), 1.0) == [StepDown()]
+    assert holder.step(CoordinatorEnded(code=-9), 1.1) == [], "it was killed on purpose"
+    assert holder.step(Seen(holder=MINE), 2.0) == [Follow(address=HERE)], "it does not serve under its old lease"
+    holder.step(LeaseGone(lease=9), 3.0)
+    assert holder.step(Seen(holder=None), 4.0) == [Campaign()]
