@@ -22,6 +22,7 @@ BLOCKING = {
     *("recv", "recv_into", "recv_fds", "recvmsg", "sock_recv", "sock_accept", "sock_sendall", "sendall"),
     *("readline", "readexactly", "readuntil", "create_connection", "open_connection", "getaddrinfo", "select"),
     *("waitpid", "communicate", "flock", "lockf", "allreduce", "allgather", "barrier", "wait_closed"),
+    *("all_to_all_single", "reduce_scatter_tensor"),
 }
 
 GENERATION = "it ends with the generation: docs/recovery.md says what ends that"
@@ -38,9 +39,8 @@ KNOWN = {
     "checkpoint/disk.py _reserve join": WRITER,
     "checkpoint/disk.py in_parallel result": WRITER,
     "checkpoint/object_store.py ObjectStore.write_blocks.parts result": WRITER,
-    "checkpoint/ranks.py Gloo.exchange allgather": USERS,
-    "checkpoint/ranks.py Gloo.exchange allreduce": USERS,
-    "checkpoint/ranks.py Gloo.exchange wait": USERS,
+    "checkpoint/ranks.py Gloo._gather allgather": USERS,
+    "checkpoint/ranks.py Gloo._gather wait": USERS,
     "checkpoint/saving.py join_saves join": USERS,
     "checkpoint/saving.py wait_for_saves join": USERS,
     "checkpoint/saving.py wait_for_saves wait": USERS,
@@ -104,6 +104,9 @@ KNOWN = {
     "log/spill.py SpillFile._lock flock": "LOCK_NB: it does not wait",
     "log/spill.py _remove_if_litter flock": "LOCK_NB: it does not wait",
     "sync/exchange.py Averaging._join join": GENERATION,
+    "engine/scatter.py PartsToTheirRanks.__call__ all_to_all_single": "a collective of the team's backward pass: the "
+    "agent ends the mates of a lost rank, and a team that hangs",
+    "engine/scatter.py PartsToTheirRanks.__call__ reduce_scatter_tensor": "as the one above",
     "sync/peers.py TorchPeers.__init__ recv": "it posts a receive of Gloo, and waits for nothing",
     "sync/peers.py TorchPeers.start recv": "it posts a receive of Gloo, and waits for nothing",
     "sync/peers.py _see_off get": IDLE,

@@ -229,7 +229,9 @@ class Cohort:
         """Attempt and vote; return whether the vote succeeded."""
         assert self.group is not None
         try:
-            with self._team.together(name_of(operation)):
+            if operation.kind != "step":  # those of a step have met when it began
+                self._team.exchange(f"the begin of {name_of(operation)}")
+            with self._team.together(" ".join(filter(None, (name_of(operation), operation.asked)))):
                 values = operation.attempt(self.group)
             self._result = self._vote(operation, values)
         except Broken:

@@ -192,15 +192,20 @@ class Attempt:
         looks = self.step.bit_count() <= 1
         digests = {name: digest_of(grad, xxhash.xxh3_128) for name, grad in common.items()} if looks else {}
         norms = self._engine.norms_here(team)
-        said = team.exchange("the losses", [self.losses, digests, norms])
+        said = team.exchange("the losses", [self.losses, digests, norms, self._engine.update.mark()])
+        if len({mark for *_, mark in said}) > 1:
+            raise UsageError(
+                "the ranks of a team have different values in the optimizer's param_groups",
+                hint="change the learning rate, or whatever it is, on every rank alike",
+            )
         for name in digests:
-            if len({found[name] for _, found, _ in said}) > 1:
+            if len({found[name] for _, found, *_ in said}) > 1:
                 raise UsageError(
                     f"the ranks of a team have different gradients of {name}, which each of them holds whole",
                     hint="split it with the others (fully_shard, parallelize_module), or give all ranks the same batch",
                 )
-        self.losses = [sum(each) / team.size for each in zip(*(losses for losses, _, _ in said), strict=True)]
-        self._engine.take_norms([parts for _, _, parts in said])
+        self.losses = [sum(each) / team.size for each in zip(*(losses for losses, *_ in said), strict=True)]
+        self._engine.take_norms([parts for *_, parts, _ in said])
 
     def _all_notes(self, mine: list[Any]) -> list[Any]:
         """Return what all workers have noted, in the order of the micro-batches."""

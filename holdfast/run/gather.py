@@ -21,6 +21,7 @@ from holdfast.checkpoint.safetensors_writer import Array, Image, array_of
 from holdfast.cluster import tags
 from holdfast.cluster.group import Group
 from holdfast.cluster.texts import Texts
+from holdfast.engine.agreement import refuse_to_drift
 from holdfast.engine.model import LayeredModel
 from holdfast.engine.names import Named, Names
 from holdfast.engine.state import State
@@ -46,6 +47,9 @@ def gather_sha256(group: Group | None, state: State, *, weights_only: bool = Fal
     if group is None:
         return state.sha256(weights_only=weights_only)
     mine = state.digests(weights_only=weights_only)
+    if group.team.size > 1:  # the digests are of whole tensors
+        ranks = [f"rank {rank}" for rank in range(group.team.size)]
+        refuse_to_drift(state.names(weights_only=weights_only), group.team.exchange("the digests", mine), ranks)
     said = Texts(group, state.model.device).exchange(json.dumps(mine).encode())
     parts = [json.loads(text) for text in said]
     return state.combine(parts, weights_only=weights_only, workers=group.generation.workers)

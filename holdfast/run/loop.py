@@ -204,7 +204,7 @@ class Loop(Surroundings):
         with self.by_hand.allowed():
             if self._apart is not None:
                 return self._apart.close(attempt)
-            asked = f"{self._progress.commits} {names} {clip_norm}"
+            asked = f"{self._progress.commits} {', '.join(names)} clip_norm={clip_norm}"
             step = PreparedStep(self.engine, self._progress, attempt, asked=asked, traced=self._traced)
             loss = self._cohort.try_commit(step)
         return None if loss is None else (loss, EVERY_STEP)

@@ -62,7 +62,14 @@ def main() -> None:
     for step in loop.steps(int(setting("STEPS", "6"))):
         for batch in step.micro_batches():
             step.backward(error(model, batch if split in ("tp", "plain") else loop.team.part(batch, rows)))
-        if made := step.commit(clip_norm=0.5):
+        wrong = setting("WRONG") if loop.team.rank == 1 and step.number == 2 else None
+        if made := step.commit(clip_norm=0.1 if wrong == "clip" else 0.5):
+            if wrong == "rate":
+                loop.engine.update.optimizer.param_groups[0]["lr"] = 1.0
+            if wrong == "state":
+                loop.state["seen"].append("only here")
+            if wrong == "leaves":
+                break
             loop.state["seen"].append((made.loss, made.grad_norm))
             if made.number == 1:
                 loop.state["seen"].append(loop.evaluate([Waves()[i] for i in range(7)], error))

@@ -13,7 +13,7 @@ from holdfast.cluster.agent import Agent
 from holdfast.cluster.events import read_events
 from tests.faults import teams_train
 from tests.faults.judge import covered, sweep
-from tests.harness import Result, assert_every_worker_commits_each_step_once, hurry, launch, until
+from tests.harness import Hosts, Result, assert_every_worker_commits_each_step_once, hurry, launch, launch_hosts, until
 
 SCRIPT = Path(teams_train.__file__)
 PHASES = ["data", "forward", "backward", "reduce", "vote", "voted", "update"]
@@ -100,6 +100,30 @@ def test_a_rank_is_lost_while_a_checkpoint_is_taken(tmp_path: Path, alone: Any, 
     assert second.sha256 == alone(SPLIT="fsdp")
 
 
+def test_two_machines_lose_a_rank_and_the_coordinator(tmp_path: Path, alone: Any) -> None:
+    """Each machine has a team. The lost one comes back on its machine, through a coordinator that begins anew."""
+
+    async def meddle(hosts: Hosts) -> None:
+        await until(lambda: any(e["event"] == "failure" for e in hosts.events()))
+        assert hosts.agents[0].coordinator is not None
+        hosts.agents[0].coordinator.kill()
+
+    result = launch_hosts(
+        tmp_path,
+        script=SCRIPT,
+        workers=[1, 1],
+        team=2,
+        meddle=meddle,
+        environment={"WANTED": "2"},
+        faults="kill worker=1.0.1 step=2 phase=vote",
+    )
+    assert result.code == 0, result.said
+    assert result.of("coordinator-restart")
+    assert result.sha256 == alone(SPLIT="fsdp")
+    assert_every_worker_commits_each_step_once(result)
+    assert len(result.results) == 4
+
+
 def test_control_a_gradient_that_a_team_leaves_out_is_seen(tmp_path: Path, alone: Any) -> None:
     faults = "skip-gradient worker=0.1.0 step=2; skip-gradient worker=0.1.1 step=2"
     assert train(tmp_path, faults=faults).sha256 != alone(SPLIT="fsdp")
@@ -111,6 +135,22 @@ def test_ranks_that_train_whole_models_on_parts_of_a_batch_are_told(tmp_path: Pa
     assert "fully_shard" in "".join(e["error"]["text"] for e in result.of("exit") if e.get("error")) + "".join(
         result.said
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("clip", "clip_norm=0.1"),
+        ("rate", "param_groups"),
+        ("state", "state 'seen'"),
+        ("leaves", "the begin of hash"),  # it would wait for its mates in a collective, and they for it in another
+    ],
+)
+def test_a_rank_that_does_something_else_than_its_mates_is_told(tmp_path: Path, wrong: str, said: str) -> None:
+    """In all teams alike, so that nobody can tell by the other teams."""
+    result = train(tmp_path, WRONG=wrong)
+    assert result.code != 0
+    assert said in "".join(e["error"]["text"] for e in result.of("exit") if e.get("error"))
 
 
 @pytest.mark.thorough("a stopped process is noticed by its heartbeats, in a team or not")
