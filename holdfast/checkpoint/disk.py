@@ -222,8 +222,9 @@ def _write_to_store(
     path: Remote, size: int, fill: Callable[[int, int, Bytes], Bytes], sums: list[str], progress: Progress, threads: int
 ) -> None:
     def part(begin: int, end: int) -> Bytes:
-        # Memory of its own: it is still on its way to the store when the next part is asked for.
-        data = fill(begin, end, np.empty(end - begin, dtype=np.uint8))[: end - begin]
+        # Memory of its own: it is still on its way to the store when the next part is asked for. Mapped, so that the
+        # kernel has it back at once: malloc would keep it.
+        data = fill(begin, end, aligned(end - begin))[: end - begin]
         for start in range(begin, end, BLOCK):
             sums[start // BLOCK] = checksum(data[start - begin : min(start + BLOCK, end) - begin])
         progress(end - begin)
