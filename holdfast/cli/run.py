@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import in_kubernetes, in_slurm, torchrun
+from holdfast.cli import in_kubernetes, in_slurm, torchrun, watch
 from holdfast.cli.display import Display
 from holdfast.cli.printer import ERASE, Printer
 from holdfast.cluster import faults, slurm
@@ -129,6 +129,12 @@ def run(
             help="HOST:PORT, or PORT on loopback: answer /healthz (alive) and /readyz (trains) there, by HTTP.",
         ),
     ] = "",
+    watched: Annotated[
+        bool, typer.Option("--watch", help="Show the live page beside the run, on loopback: holdfast watch.")
+    ] = False,
+    watched_at: Annotated[
+        str, typer.Option("--watch-at", help="HOST:PORT, or PORT on loopback, of the live page; means --watch, too.")
+    ] = "",
     token_file: Annotated[
         Path | None,
         typer.Option(help="A file with the job's token, 16 characters at least; else HOLDFAST_TOKEN; else a new one."),
@@ -206,7 +212,11 @@ def run(
         role=role,
         health=parse_address(health) if health else None,
     )
-    raise typer.Exit(asyncio.run(start(settings, progress=progress)))
+    page = watch.beside_run(log_dir, watched_at) if watched or watched_at else None
+    code = asyncio.run(start(settings, progress=progress))
+    if page is not None:
+        page.close()
+    raise typer.Exit(code)
 
 
 async def start(settings: AgentSettings, *, progress: bool) -> int:
