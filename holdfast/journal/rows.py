@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.journal import NAME as NAME
 
 Row = dict[str, Any]
-NAME = "metrics.jsonl"  # of the file
 OWN = ("step", "after", "time")  # keys that are not values
 
 

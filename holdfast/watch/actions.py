@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 from holdfast.errors import UsageError
@@ -27,7 +28,7 @@ def disturb(view: View, action: str, worker: str) -> str:
     if not pids:
         raise UsageError(f"worker {worker} does not run on this machine", hint="open the page of its own machine")
     if action == "preempt":
-        agent = _agent_of(pids[0])
+        agent = _agent_of(pids[0], view.agent_pids)
         _send(agent, "holdfast: agent", signal.SIGTERM)
         return f"the agent of worker {worker} (process {agent}) is asked to leave"
     for pid in pids:
@@ -51,13 +52,19 @@ def _send(pid: int, title: str, number: signal.Signals) -> None:
         os.close(descriptor)
 
 
-def _agent_of(pid: int) -> int:
-    """Return the agent that a worker descends from. Raises ``UsageError``."""
+def _agent_of(pid: int, agents: Collection[int]) -> int:
+    """Return the agent of a worker, of those that the run's events name. Raises ``UsageError``.
+
+    Of several on one machine, it is the one that the worker descends from.
+    """
+    here = [agent for agent in agents if title_of(agent).startswith("holdfast: agent")]
+    if len(here) == 1:
+        return here[0]
     for _ in range(ANCESTORS):
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             break
-        if title_of(pid).startswith("holdfast: agent"):
+        if pid in here:
             return pid
     raise UsageError("the agent of this machine cannot be told from other processes", hint="send it SIGTERM yourself")

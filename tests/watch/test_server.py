@@ -9,13 +9,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.measuring import free_port
-from tests.harness import wait_until
+from tests.harness import TRAIN, wait_until
+from tests.warm import Command
 from tests.watch.server import Site, site
 from tests.watch.test_fold import RECORDED, events_of, until
 from tests.watch.test_top import folder_with
@@ -79,6 +81,12 @@ def test_news_are_streamed(served: Site, logs: Path) -> None:
         file.write('{"t": 1.0, "event": "coordinator-restart"}\n')
     assert "notice" in next_view()["counts"]  # type: ignore[operator]
     connection.close()
+
+
+def test_the_server_needs_no_torch() -> None:
+    """It starts at once, and takes 40 MB instead of 300."""
+    code = "import holdfast.watch.server, holdfast.cli.main, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_strangers_change_nothing(served: Site) -> None:
@@ -177,3 +185,34 @@ LATER = {"holdfast_learning_rate", "holdfast_gradient_norm", "holdfast_samples_p
 
 def named_in(expression: str) -> set[str]:
     return set(re.findall(r"holdfast_\w+", expression))
+
+
+def test_a_worker_that_hangs_by_request_is_replaced_and_a_preempted_machine_leaves(tmp_path: Path) -> None:
+    settings = {"STEPS": "100000", "WANTED": "9", "RESULTS": str(tmp_path / "results.jsonl")}
+    words = ["-n", "2", "--heartbeat-timeout", "1", "--log-dir", "logs", str(TRAIN)]
+    run = Command("run", *words, folder=tmp_path, **settings)
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    try:
+        with site("logs", "--actions", folder=tmp_path) as served:
+            secret = json.loads(served.ask("/api/enter", {"code": served.code})[1])["secret"]
+
+            def trains(worker: str) -> bool:
+                view = json.loads(served.ask("/api/view")[1])
+                return worker in {each["name"] for each in view["workers"] if each["state"] == "training"}
+
+            def act(action: str, worker: str) -> tuple[int, str]:
+                asked = {"run": "logs", "action": action, "worker": worker}
+                return served.ask("/api/act", asked, authorization=f"Bearer {secret}")
+
+            wait_until("both train", lambda: trains("0.1"))
+            assert act("shout", "0.1")[0] == 400
+            assert act("hang", "0.1")[0] == 200
+            wait_until("a replacement trains", lambda: trains("0.2"))
+            assert act("kill", "0.1")[0] == 400  # it is gone
+            assert act("preempt", "0.2")[0] == 200
+        assert run.wait(120) == 128 + signal.SIGTERM
+    finally:
+        run.kill()
+    events = (tmp_path / "logs" / "events.jsonl").read_text()
+    assert '"preempted"' in events
+    assert "no heartbeat" in events

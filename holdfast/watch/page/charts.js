@@ -33,6 +33,7 @@ export class Curve {
     place.append(this.figure);
     this.at = null;
     this.data = null;
+    this.stop = 1;  // the last step that the axis has
     this.svg.addEventListener("pointermove", (event) => this.point(event.clientX));
     this.svg.addEventListener("pointerleave", () => { this.at = null; this.paint(); });
     this.svg.addEventListener("keydown", (event) => this.key(event));
@@ -67,7 +68,7 @@ export class Curve {
     if (!this.data || !this.data.steps.length) return;
     const box = this.svg.getBoundingClientRect(), steps = this.data.steps;
     const share = (x - box.left - LEFT) / Math.max(1, box.width - LEFT - RIGHT);
-    const step = steps[0] + share * (steps[steps.length - 1] - steps[0]);
+    const step = steps[0] + share * (this.stop - steps[0]);
     this.at = steps.reduce((best, each, place) => (Math.abs(each - step) < Math.abs(steps[best] - step) ? place : best), 0);
     this.paint();
   }
@@ -75,9 +76,12 @@ export class Curve {
   paint() {
     const data = this.data, width = this.figure.clientWidth;
     if (!data || !data.steps.length || !width) return;
-    const last = data.steps.length - 1, first = data.steps[0], stop = Math.max(data.steps[last], first + 1);
+    const other = this.other && this.other.steps.length ? this.other : null;
+    const last = data.steps.length - 1, first = data.steps[0];
+    const stop = Math.max(data.steps[last], first + 1, other ? other.steps[other.steps.length - 1] : 0);
+    this.stop = stop;
     let low = Math.min(...data.low), high = Math.max(...data.high);
-    if (this.other && this.other.steps.length) { low = Math.min(low, ...this.other.low); high = Math.max(high, ...this.other.high); }
+    if (other) { low = Math.min(low, ...other.low); high = Math.max(high, ...other.high); }
     if (low === high) { low -= Math.abs(low) / 10 || 1; high += Math.abs(high) / 10 || 1; }
     const x = (step) => LEFT + ((step - first) / (stop - first)) * (width - LEFT - RIGHT);
     const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
@@ -88,14 +92,14 @@ export class Curve {
       parts.push(draw("text", { x: LEFT - 5, y: y(value) + 4, "text-anchor": "end" }, short(value)));
     }
     parts.push(draw("text", { x: LEFT, y: HEIGHT - 4 }, `step ${first.toLocaleString("en")}`));
-    parts.push(draw("text", { x: width - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, data.steps[last].toLocaleString("en")));
+    parts.push(draw("text", { x: width - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, stop.toLocaleString("en")));
     for (const step of this.marks) if (step >= first) parts.push(draw("line", { class: "mark", x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM }));
     const line = (one) => one.steps.map((step, place) => `${place ? "L" : "M"}${x(step).toFixed(1)} ${y(one.mean[place]).toFixed(1)}`).join("");
-    if (this.other && this.other.steps.length) parts.push(draw("path", { class: "other", d: line(this.other) }));
     const up = data.steps.map((step, place) => `${place ? "L" : "M"}${x(step).toFixed(1)} ${y(data.high[place]).toFixed(1)}`).join("");
     const down = data.steps.map((_, place) => `L${x(data.steps[last - place]).toFixed(1)} ${y(data.low[last - place]).toFixed(1)}`).join("");
     parts.push(draw("path", { class: "band", d: `${up}${down}Z` }));
     parts.push(draw("path", { class: "curve", d: line(data) }));
+    if (other) parts.push(draw("path", { class: "other", d: line(other) }));
     const shown = this.at === null ? last : Math.min(this.at, last);
     if (this.at !== null) parts.push(draw("line", { class: "cursor", x1: x(data.steps[shown]), x2: x(data.steps[shown]), y1: TOP, y2: HEIGHT - BOTTOM }));
     this.svg.replaceChildren(...parts);

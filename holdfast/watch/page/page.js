@@ -4,7 +4,7 @@ import { Curve, lanes, short } from "/charts.js";
 const at = (id) => document.getElementById(id);
 const CURVES = [["loss", "Loss"], ["lr", "Learning rate"], ["grad_norm", "Gradient norm"], ["seconds", "Seconds of a step"], ["samples_rate", "Samples per second"], ["workers", "Workers"]];
 const COLUMNS = [["Worker", ""], ["Host", "wide"], ["State", ""], ["Layers", "wide"], ["Step", "number"], ["ms", "number"], ["Computing, waiting", ""], ["Sent", "number wide"], ["pid", "number wide"], ["", ""]];
-const state = { run: new URLSearchParams(location.search).get("run"), live: null, past: null, curves: null, other: null, t: null, secret: null, last: 0, source: null };
+const state = { run: new URLSearchParams(location.search).get("run"), live: null, past: null, curves: null, other: null, t: null, secret: null, over: false, last: 0, source: null };
 
 function make(name, text = "", kind = "") {
   const found = document.createElement(name);
@@ -33,7 +33,7 @@ function connect() {
   source.addEventListener("curves", (event) => { state.curves = JSON.parse(event.data); show(); });
   source.onerror = () => {
     const over = state.live && ["finished", "stopped"].includes(state.live.phase);
-    if (over) source.close();  // its server has gone with the run, and does not come back
+    if (over) { source.close(); state.over = true; }  // its server has gone with the run, and does not come back
     at("line").textContent = over ? "The run is over, and the server has gone. holdfast watch shows the run again." : "The server does not answer. The page connects again by itself.";
     at("line").hidden = false;
   };
@@ -61,6 +61,7 @@ function runs(view) {
 }
 
 async function compare() {
+  if (state.over) return;
   const other = state.live.runs.find((name) => name !== state.run);
   try {
     const answer = await fetch(`/api/curves?run=${encodeURIComponent(other)}`);
@@ -98,7 +99,8 @@ function paint() {
   phase.dataset.phase = view.phase;
   phase.title = view.why;
   at("why").textContent = view.why;
-  at("command").textContent = view.command.join(" ");
+  at("command").textContent = view.command.map((word) => (word.startsWith("/") ? word.split("/").pop() : word)).join(" ");
+  at("command").title = view.command.join(" ");
   document.title = `${view.phase}, step ${number(view.step)} – Holdfast`;
   numbers(view);
   survival(view);
