@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from holdfast.watch.reader import Reader
 
-POLL_SECONDS = 0.25  # between two looks at the files: what people see as at once
+POLL_SECONDS = 0.5  # between two looks at the files, and two pictures: more costs more, and nobody sees it
 TOLD = 200  # moments that a page is told of: the last ones
 
 T = TypeVar("T")
@@ -37,7 +37,8 @@ class Feed:
 
     def __init__(self, readers: Mapping[str, Reader], *, actions: bool = False) -> None:
         self._readers, self._actions = dict(readers), actions
-        self._pictures: dict[str, Picture] = {}
+        self._numbers = dict.fromkeys(readers, 0)  # of the newest picture, drawn or not
+        self._pictures: dict[str, Picture] = {}  # the last ones that were drawn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-watch")
         self._news = asyncio.Condition()
         self.is_over = False  # viewers are to go
@@ -50,32 +51,29 @@ class Feed:
     async def follow(self) -> None:
         """Read what is new, for ever."""
         while True:
-            more = False
-            for name, reader in self._readers.items():
-                more = await self.look(name) or more
-                more = reader.more or more
-            await asyncio.sleep(0.001 if more else POLL_SECONDS)
+            for name in self._readers:
+                await self.look(name)
+            more = any(reader.more for reader in self._readers.values())
+            await asyncio.sleep(0.0 if more else POLL_SECONDS)
 
-    async def look(self, name: str) -> bool:
-        """Read a bounded part of a run's news; return whether there was any."""
-        before = self._pictures.get(name)
-        found = await self._in_thread(lambda: self._drawn(name, before))
-        if found is None:
-            return False
-        async with self._news:
-            self._pictures[name] = found
-            self._news.notify_all()
-        return True
+    async def look(self, name: str) -> None:
+        """Read a bounded part of a run's news, and wake those who wait for them."""
+        news = await self.ask(name, lambda reader: reader.read())
+        if news or not self._numbers[name]:
+            async with self._news:
+                self._numbers[name] += 1
+                self._news.notify_all()
 
-    def _drawn(self, name: str, before: Picture | None) -> Picture | None:
-        reader = self._readers[name]
-        if not reader.read() and before is not None:
-            return None
-        return Picture(
-            number=1 if before is None else before.number + 1,
-            view=dumps(self._told(name, reader)),
-            curves=dumps({**{key: curve.to_json() for key, curve in reader.fold.curves.items()}, **_clock(reader)}),
-        )
+    def _picture(self, name: str) -> Picture:
+        """Return the newest picture. It is drawn when somebody looks: without viewers nothing is."""
+        reader, number = self._readers[name], self._numbers[name]
+        known = self._pictures.get(name)
+        if known is None or known.number < number:
+            curves = {key: curve.to_json() for key, curve in reader.fold.curves.items()}
+            view = dumps(self._told(name, reader))
+            known = Picture(number=number, view=view, curves=dumps({**curves, "clock": reader.fold.clock.to_json()}))
+            self._pictures[name] = known
+        return known
 
     def _told(self, name: str, reader: Reader) -> dict[str, Any]:
         moments = [vars(moment) for moment in reader.fold.moments[-TOLD:]]
@@ -86,14 +84,10 @@ class Feed:
         """Return the newest picture of a run that is newer than ``seen``; None if there is none for so long."""
         try:
             async with asyncio.timeout(seconds), self._news:
-                await self._news.wait_for(lambda: self._number(name) > seen or self.is_over)
-                return self._pictures[name] if self._number(name) > seen else None
+                await self._news.wait_for(lambda: self._numbers[name] > seen or self.is_over)
         except TimeoutError:
             return None
-
-    def _number(self, name: str) -> int:
-        picture = self._pictures.get(name)
-        return 0 if picture is None else picture.number
+        return await self._in_thread(lambda: self._picture(name)) if self._numbers[name] > seen else None
 
     async def past(self, name: str, t: float) -> str:
         """Return the view that a run had at a time, as JSON."""
@@ -121,7 +115,3 @@ class Feed:
 def dumps(value: Any) -> str:
     """Return JSON that browsers read: without NaN, which the fold never has."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def _clock(reader: Reader) -> dict[str, Any]:
-    return {"clock": reader.fold.clock.to_json()}

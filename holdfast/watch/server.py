@@ -112,7 +112,6 @@ class Pages:
                 if picture.curves != curves:
                     curves = picture.curves
                     yield f"event: curves\ndata: {curves}\n\n"
-                await asyncio.sleep(0.2)  # five pictures a second are more than anybody sees
         finally:
             self._viewers -= 1
 
