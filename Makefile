@@ -17,6 +17,7 @@ $(READY): pyproject.toml
 
 demo: setup
 	$(BIN)/holdfast demo
+	@echo 'with kills of your own, in a browser: $(BIN)/holdfast demo --watch'
 
 # Three processes at once on two cores: the tests of real processes wait a good part of their time.
 STREAMS ?= 3

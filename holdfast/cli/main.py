@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast import __version__
-from holdfast.cli import ckpt, data, demo, plan, profile, run, simulate, study, top, torchrun
+from holdfast.cli import ckpt, data, demo, plan, profile, run, simulate, study, top, torchrun, watch
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command(
 )(run.run)
 app.command("demo")(demo.demo)
 app.command("top")(top.top)
+app.command("watch")(watch.watch)
 app.command("profile", context_settings={"allow_interspersed_args": False})(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from holdfast.cli import in_slurm, torchrun
+from holdfast.cli import in_slurm, torchrun, watch
 from holdfast.cli.display import Display
 from holdfast.cli.options import spread
 from holdfast.cli.printer import ERASE, Printer
@@ -57,7 +57,11 @@ def run(
     StepTimeout.parse(times.step_timeout)  # refuse a bad one here, where the user sees it
     torchrun.check_variables(os.environ)
     settings = settings_of(command, workers, meeting, times, output, secrets)
-    raise typer.Exit(asyncio.run(start(settings, progress=output.progress)))
+    page = watch.beside_run(output.log_dir, output.watched_at) if output.watched or output.watched_at else None
+    code = asyncio.run(start(settings, progress=output.progress))
+    if page is not None:
+        page.close()
+    raise typer.Exit(code)
 
 
 def settings_of(

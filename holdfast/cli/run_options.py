@@ -132,6 +132,12 @@ class OutputOptions:
             help="HOST:PORT, or PORT on loopback: answer /healthz (alive) and /readyz (trains) there, by HTTP.",
         ),
     ] = ""
+    watched: Annotated[
+        bool, typer.Option("--watch", help="Show the live page beside the run, on loopback: holdfast watch.")
+    ] = False
+    watched_at: Annotated[
+        str, typer.Option("--watch-at", help="HOST:PORT, or PORT on loopback, of the live page; means --watch, too.")
+    ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

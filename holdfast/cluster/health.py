@@ -51,15 +51,15 @@ def readiness(
     return Readiness(ready=train > 0, reason=f"{min(train, wanted)} of {wanted} workers train")
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port; a port alone is that of loopback.
+def parse_address(text: str, option: str = "--health") -> tuple[str, int]:
+    """Return host and port; a port alone is that of loopback. ``option`` is for the message.
 
     >>> parse_address("8080"), parse_address("0.0.0.0:8080"), parse_address("[::]:80")
     (('127.0.0.1', 8080), ('0.0.0.0', 8080), ('::', 80))
     """
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 2**16 or (":" in text and not host):
-        raise UsageError(f"--health {text} is not HOST:PORT or PORT", hint="as in 0.0.0.0:8080")
+        raise UsageError(f"{option} {text} is not HOST:PORT or PORT", hint="as in 0.0.0.0:8080")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

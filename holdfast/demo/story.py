@@ -66,6 +66,7 @@ class Story:
     """
 
     steps: int
+    by_hand: bool = False  # it is somebody else who kills
     generation: int = 0
     members: list[str] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
@@ -155,6 +156,10 @@ class Story:
             if death.worker == event["worker"] and death.noticed_ms is None:
                 death.noticed_ms = 1000 * (event["t"] - death.at)
                 return None
+        if self.by_hand:  # when it was killed nobody has noted: the recovery is timed from the notice
+            self.killed(event["worker"], event["t"])
+            self.deaths[-1].noticed_ms = 0.0
+            return f"worker {event['worker']} is lost: {event['cause']}"
         return f"worker {event['worker']} is lost, and not by the demo: {event['cause']}"
 
     def _commit(self, event: Event) -> str | None:

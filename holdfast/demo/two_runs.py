@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.cluster.agent import Agent
 from holdfast.cluster.agent_settings import AgentSettings
+from holdfast.cluster.events import Events
 from holdfast.cluster.zygote_keeper import start_zygote
 from holdfast.demo.display import Show
 from holdfast.demo.killer import POLL_SECONDS, Kill, check_kills, choose_kills, kill_workers
@@ -25,6 +26,7 @@ from holdfast.words import size_text
 SCRIPT = Path(__file__).parent / "train_gpt.py"
 MEMORY = "30MB"  # of a worker with --pipeline: too little for the model, its gradients and a micro-batch
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
+BY_HAND = 1000  # workers that somebody may kill: more than anybody has the patience for
 PIPELINE = 2  # least workers of a pipeline, with that much memory each
 
 
@@ -39,6 +41,7 @@ class DemoSettings:
         seed: decides the training, and which worker is killed when.
         pipeline: each worker of the second run holds some of the layers; the first run is one worker with all layers.
         sync: replicas of the second run synchronise only when their updates matter (SelSync).
+        by_hand: somebody else kills workers of the second run, as often as they like; none is killed at random.
         out: folder for the picture, logs and events.
 
     Raises:
@@ -54,6 +57,7 @@ class DemoSettings:
     seed: int = 0
     pipeline: bool = False
     sync: bool = False
+    by_hand: bool = False
     out: Path = Path("holdfast-demo")
 
     def __post_init__(self) -> None:
@@ -137,7 +141,7 @@ class DemoVerdict:
         if (ms := self.recovery_ms_median) is not None:
             step_ms = 1000 * other.story.step_seconds  # of the same run: the machine may have been busier
             yield f"from a kill to the survivors' next step: {ms:.0f} ms (median); a step alone: {step_ms:.0f} ms"
-        if (kills := len(other.story.deaths)) < self.settings.kills:
+        if (kills := len(other.story.deaths)) < self.settings.kills and not self.settings.by_hand:
             yield f"the run was over after {kills} of {self.settings.kills} kills: there were too few workers to kill"
         yield f"loss curves{', and who held which layers' if self.settings.pipeline else ''}: {self.picture}"
 
@@ -191,6 +195,9 @@ def run_demo(settings: DemoSettings, show: Show) -> DemoVerdict:
     verdict = DemoVerdict(settings=settings, undisturbed=undisturbed, disturbed=disturbed, picture=picture)
     from holdfast.demo.loss_picture import plot_losses  # matplotlib takes a second to import
 
+    Events(settings.out / DISTURBED / "events.jsonl").write(
+        "verdict", text=verdict.headline(), good=verdict.good, sha256=disturbed.hash_of("weights")
+    )
     plot_losses(picture, undisturbed=undisturbed.story, disturbed=disturbed.story, title=verdict.headline())
     return verdict
 
@@ -205,12 +212,12 @@ def _train(name: str, plan: Sequence[Kill], settings: DemoSettings, show: Show, 
     agent_settings = AgentSettings(
         command=[str(SCRIPT), *options, *(["--memory", MEMORY] if cut else []), *(["--sync"] if apart else [])],
         workers=1 if settings.pipeline and not cut else settings.workers,
-        max_restarts=settings.kills + settings.workers,
+        max_restarts=BY_HAND if settings.by_hand else settings.kills + settings.workers,
         log_dir=folder,
         environment={"OMP_NUM_THREADS": "1"},  # exactness needs the same number of threads everywhere
         quiet=True,
     )
-    story = Story(steps=settings.steps)
+    story = Story(steps=settings.steps, by_hand=settings.by_hand)
     show.begin(name, story)
     code = asyncio.run(_perform(agent_settings, zygote, plan, story, show))
     if code or not results.exists():

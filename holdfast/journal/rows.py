@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.journal import NAME as NAME
 from holdfast.words import a_kind
 
 Row = dict[str, Any]
-NAME = "metrics.jsonl"  # of the file
 OWN = ("step", "after", "time")  # keys that are not values
 FACTS = ("loss", "epoch", "lr", "grad_norm", "seconds", "tokens", "workers")  # of a committed step, in its row
 

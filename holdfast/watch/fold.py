@@ -496,6 +496,11 @@ class Fold:
         self._phase, self._why = "finished", "all steps are trained"
         self._note(event, "run", "finished")
 
+    def _on_verdict(self, event: Event) -> None:
+        self._phase, self._why = "finished", _text(event["text"])
+        text = f"{self._why} (sha256 {_text(event['sha256'])})"
+        self._note(event, "run", text, bad=not event["good"])
+
     def _on_stop(self, event: Event) -> None:
         self._phase, self._why = "stopped", _text(event["message"])
         self._note(event, "run", f"stopped: {self._why}", bad=True)

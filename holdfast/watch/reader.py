@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.errors import UsageError
-from holdfast.journal.rows import NAME as JOURNAL
+from holdfast.journal import NAME as JOURNAL
 from holdfast.watch.fold import Fold
 from holdfast.watch.tail import Tail
 

@@ -12,6 +12,7 @@ from holdfast.cli.main import app
 from holdfast.demo.story import Story
 from holdfast.demo.two_runs import DemoRun, DemoSettings, DemoVerdict
 from holdfast.errors import UsageError
+from holdfast.watch.fold import Fold
 from tests.warm import Command
 
 
@@ -104,3 +105,18 @@ def test_the_verdict_can_say_no() -> None:
     assert not same(outcome(state="c", straggler="c"))
     assert not same(outcome(straggler="c"))
     assert not same(outcome(loss=1.0000001))
+
+
+def test_the_verdict_is_an_event_that_the_page_shows_and_deaths_by_hand_are_told() -> None:
+    story = Story(steps=4, by_hand=True)
+    story.hear({"t": 1.0, "event": "generation", "number": 1, "workers": ["0.0", "0.1"]})
+    said = story.hear({"t": 2.0, "event": "failure", "worker": "0.1", "cause": "killed by SIGKILL", "member": True})
+    assert said == "worker 0.1 is lost: killed by SIGKILL"
+    story.hear({"t": 2.1, "event": "generation", "number": 2, "workers": ["0.0"]})
+    story.hear({"t": 2.5, "event": "commit", "worker": "0.0", "step": 0, "loss": 1.0, "generation": 2})
+    assert story.recoveries_ms == [500.0]
+    fold = Fold()
+    fold.hear({"t": 3.0, "event": "verdict", "text": "1 worker killed: identical", "good": True, "sha256": "ab"})
+    view = fold.view()
+    assert (view.phase, view.why) == ("finished", "1 worker killed: identical")
+    assert "ab" in fold.moments[-1].text
