@@ -58,9 +58,11 @@ def run(
     torchrun.check_variables(os.environ)
     settings = settings_of(command, workers, meeting, times, output, secrets)
     page = watch.beside_run(output.log_dir, output.watched_at) if output.watched or output.watched_at else None
-    code = asyncio.run(start(settings, progress=output.progress))
-    if page is not None:
-        page.close()
+    try:
+        code = asyncio.run(start(settings, progress=output.progress))
+    finally:
+        if page is not None:
+            page.close()
     raise typer.Exit(code)
 
 
