@@ -208,11 +208,12 @@ class Generations:
         """The time before which no first generation is formed, because workers that hold the state may still report.
 
         They do if the coordinator was restarted, and perhaps if the whole first agent was, which does not know it.
+        Nobody could report while this coordinator slept: the wait begins anew when it wakes up.
         """
         restarted = self._begun or (self._is_restarted and not self.settings.recalls)
         others = len(self.hosts) < self.settings.maximum_hosts
         wait = self.settings.heartbeat_timeout if restarted else REPORT_SECONDS if others else 0.0
-        return self._born + wait
+        return max(self._born, self._watch.awake_since(self._now)) + wait
 
     def _readiness(self, names: Iterable[str]) -> compose.Readiness:
         waiting = Counter(machine_of(name) for name in names)

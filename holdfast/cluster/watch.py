@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -46,7 +47,7 @@ class Watch:
     now: float  # time of the last look
 
     def __post_init__(self) -> None:
-        self._dazed_until = self.now
+        self._woke = -math.inf
         self._shortage = Shortage(patience=self.patience)
 
     @property
@@ -64,12 +65,21 @@ class Watch:
         slept = self._overslept(now)
         self.now = now
         if slept:
-            self._dazed_until = now + self.timeout
+            self._woke = now
         return not slept
 
     def is_dazed(self, now: float) -> bool:
         """Whether the coordinator slept lately: peers may have closed connections because it did not answer."""
-        return now < self._dazed_until or self._overslept(now)
+        return now < self.awake_since(now) + self.timeout
+
+    def awake_since(self, now: float) -> float:
+        """When the coordinator has last woken up: now, if it has not looked yet after a sleep; -inf if it never slept.
+
+        >>> watch = Watch(timeout=5.0, patience=30.0, now=0.0)
+        >>> watch.awake_since(1.0), watch.awake_since(9.0), watch.look(9.0), watch.awake_since(10.0)
+        (-inf, 9.0, False, 9.0)
+        """
+        return now if self._overslept(now) else self._woke
 
     def _overslept(self, now: float) -> bool:
         return now - self.now > 2 * self.interval

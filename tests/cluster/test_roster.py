@@ -457,6 +457,39 @@ def test_nobodys_silence_counts_when_the_roster_was_asleep_itself() -> None:
     assert "failure" in logged(table.wait(10.0, 1))
 
 
+@pytest.mark.parametrize("come_back", [True, False])
+def test_a_new_coordinator_that_slept_still_waits_for_those_who_hold_the_state(come_back: bool) -> None:
+    """They could not report while it slept. What a new machine had said before is what it reads first."""
+    before = two_machines()
+    table = Table(None, first_host=1000, maximum_hosts=3)
+    table.agent(2, host=2)
+    table.now += 60.0
+    table.worker("2.0")
+    table._step(Tick())
+    assert not table.roster.members
+    if come_back:
+        table.desks |= before.desks
+        for machine in (0, 1):
+            table.at[machine] = 100 + machine
+            table.back(machine, connection=110 + machine)
+        assert table.roster.members == ["0.0", "1.0"]
+    else:
+        table.wait(4.5)
+        assert not table.roster.members
+        table.wait(0.5)
+        assert table.roster.members == ["2.0"]
+
+
+def test_after_a_sleep_a_bye_is_not_the_end_before_the_others_are_back() -> None:
+    table = Table(None, first_host=1000, maximum_hosts=3, patience=20.0)
+    table.agent(0, host=0, slots=0, begun=True)
+    table.now += 60.0
+    table.hear(0, "bye", stays=False)
+    assert not table.roster.stopped
+    table.agent(1, host=1, begun=True)
+    assert not table.roster.stopped
+
+
 # --- the end ------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from holdfast.cluster.watch import Watch
 
 
@@ -27,6 +29,15 @@ def test_a_watcher_that_was_asleep_blames_nobody() -> None:
     assert watch.is_dazed(10.9)
     awake(watch, until=11.0)
     assert not watch.is_dazed(11.0)
+
+
+def test_a_watcher_knows_since_when_it_is_awake() -> None:
+    watch = Watch(timeout=5.0, patience=30.0, now=0.0)
+    assert watch.awake_since(2.0) == -math.inf, "it never slept"
+    assert watch.awake_since(2.1) == 2.1, "it is about to find out"
+    assert not watch.look(2.5)
+    awake(watch, until=10.0)
+    assert watch.awake_since(10.0) == 2.5
 
 
 def test_a_look_that_is_a_little_late_is_no_sleep() -> None:

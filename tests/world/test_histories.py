@@ -27,6 +27,7 @@ FOUND = (
     2966,  # a worker in its first step went on with its own state where others had trained and saved
     6600,  # nobody heard that units were taken back on all workers, if that came to light in two generations
     5367,  # the same, with joiners
+    1085,  # a new coordinator slept through its wait for those who trained, and began a second run
 )
 
 
