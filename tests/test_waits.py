@@ -44,7 +44,7 @@ KNOWN = {
     "checkpoint/saving.py join_saves join": USERS,
     "checkpoint/saving.py wait_for_saves join": USERS,
     "checkpoint/saving.py wait_for_saves wait": USERS,
-    "cluster/agent.py Agent._line_of readline": "three heartbeat timeouts around it",
+    "cluster/agent_line.py AgentLine._line_of readline": "three heartbeat timeouts around it",
     "cluster/agent.py Agent.run wait": LIFE,
     "cluster/client.py Client._listen poll": "it makes the object that waits",
     "cluster/coordinator.py Coordinator._hear readline": "the roster closes the connection of a silent peer",

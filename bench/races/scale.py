@@ -1,4 +1,4 @@
-"""Race of sizes: what votes, regroups and losses cost with more and more workers, real ones and simulated ones.
+"""Race of sizes: what the first group, votes, regroups and losses cost with more and more workers.
 
 Real workers train a tiny model on this machine; a few are killed, one after the other. For a thousand workers and more
 the coordinator's roster and the agents' desks are real, and connections are simulated.
@@ -25,6 +25,8 @@ from holdfast.errors import HoldfastError
 from holdfast.measuring import spread
 
 COLUMNS = {
+    "forming_ms": "coordinator's processor ms to form the first group",
+    "forming_bytes": "bytes of forming it, a worker",
     "vote_messages": "messages of a vote, a worker",
     "vote_bytes": "its bytes",
     "group_messages": "messages of a regroup, a worker",
@@ -59,28 +61,34 @@ def race(*, workers: Sequence[int], rounds: int, say: Say) -> tuple[dict[str, An
             continue
         real[count] = found = lose_workers(folder / str(count), workers=count, losses=rounds)
         ms = statistics.median(loss.ms for loss in found.losses)
-        say(f"scale, {count} workers: {found.per_worker('vote_messages'):.3g} messages a vote, {ms:.0f} ms to a commit")
-    simulated = {}
+        votes = f"{found.per_worker('vote_messages'):.3g} messages a vote"
+        say(f"scale, {count} workers: formed in {found.forming_ms:.1f} processor ms, {votes}, {ms:.0f} ms to a commit")
+    formed, simulated = {}, {}
     for count in SIMULATED:
-        _, losses = measure(count, on_each_host=ON_EACH_HOST, losses=rounds)
-        simulated[count] = [loss.seconds for loss in losses]
-        say(f"scale, {count} simulated workers: {statistics.median(simulated[count]):.3f} s of the coordinator a loss")
+        begins, losses = measure(count, on_each_host=ON_EACH_HOST, rounds=rounds)
+        formed[count], simulated[count] = [[cost.seconds for cost in costs] for costs in (begins, losses)]
+        form, lose = statistics.median(formed[count]), statistics.median(simulated[count])
+        say(f"scale, {count} simulated workers: {form:.3f} s of the coordinator to form, {lose:.3f} s a loss")
     results = {f"{count} workers": _row(found) for count, found in real.items()}
     results |= {
-        f"{count} simulated": {"coordinator_ms": spread([1000 * s for s in seconds])}
-        for count, seconds in simulated.items()
+        f"{count} simulated": {
+            "forming_ms": spread([1000 * s for s in formed[count]]),
+            "coordinator_ms": spread([1000 * s for s in simulated[count]]),
+        }
+        for count in simulated
     }
     results |= compare_exchanges(folder / "exchanges", say)
     from bench.scale.scale_picture import draw
 
-    draw(PICTURE, real, simulated)
+    draw(PICTURE, real, formed=formed, losses=simulated)
     return results, bars_of({c: {name: f.per_worker(name) for name in COUNTS} for c, f in real.items()}, simulated)
 
 
 def _row(found: Measured) -> dict[str, Any]:
     counts = {name: round(found.per_worker(name), 1) for name in COUNTS}
     costs = {name: spread([getattr(loss, name) for loss in found.losses]) for name in ("coordinator_ms", "ms")}
-    return {**counts, **costs, "most_vote_messages": found.most("vote_messages")}
+    forming = {"forming_ms": round(found.forming_ms, 1), "forming_bytes": round(found.forming_bytes)}
+    return {**forming, **counts, **costs, "most_vote_messages": found.most("vote_messages")}
 
 
 def bars_of(counts: Mapping[int, Mapping[str, float]], simulated: Mapping[int, Sequence[float]]) -> dict[str, Bar]:

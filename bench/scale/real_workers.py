@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.running import ROOT, environment
-from bench.scale.tiny_training import COUNTED_VOTE
+from bench.scale.tiny_training import COUNTED_VOTE, GATE
 from holdfast.errors import HoldfastError
 
 PATIENCE_SECONDS = 300.0  # for a hundred workers to start on two cores
@@ -38,8 +38,10 @@ class Loss:
 
 @dataclass(kw_only=True)
 class Measured:
-    """The losses of a run, and its workers' counts in the last generation, summed up."""
+    """What the begin of a run and its losses have cost, and its workers' counts in the last generation."""
 
+    forming_ms: float  # processor time of the coordinator, from the first worker's word to the first commit
+    forming_bytes: float  # that have formed the first group, a worker
     losses: list[Loss] = field(default_factory=list)
     counts: list[dict[str, Any]] = field(default_factory=list)  # a line of each worker
 
@@ -79,19 +81,51 @@ class Journal:
 def lose_workers(folder: Path, *, workers: int, losses: int) -> Measured:
     """Start so many workers that ``workers`` are left after the losses; return what was measured."""
     folder.mkdir(parents=True)
-    journal, measured = Journal(folder / "logs" / "events.jsonl"), Measured()
+    os.mkfifo(folder / GATE)
+    journal = Journal(folder / "logs" / "events.jsonl")
     with _running(folder, workers + losses):
+        forming_ms = _form(journal, folder, workers + losses)
+        _wait(lambda: _has_trained(journal, workers + losses), folder)
+        forming = _counts(folder, journal)
+        bytes_of = statistics.mean(line["group_bytes"] for line in forming)
+        measured = Measured(forming_ms=forming_ms, forming_bytes=bytes_of)
         for left in reversed(range(workers, workers + losses)):
-            _wait(lambda n=left + 1: _has_trained(journal, n), folder)  # type: ignore[misc]
             measured.losses.append(_lose_one(journal, folder, left))
-        _wait(lambda: _has_trained(journal, workers), folder)
-        generation = journal.named("generation")[-1]["number"]
+            _wait(lambda n=left: _has_trained(journal, n), folder)  # type: ignore[misc]
+        measured.counts += _counts(folder, journal)
+    return measured
+
+
+def _form(journal: Journal, folder: Path, workers: int) -> float:
+    """Let all workers in at once; return the coordinator's processor ms until the first commit."""
+    _wait(lambda: len(journal.named("started")) == workers and bool(journal.named("host")), folder)
+    (coordinator,) = journal.named("coordinator")
+    before = processor_seconds(coordinator["pid"])
+    # For reading, too, so that it needs not wait for a reader. It stays open: others may come to it late.
+    gate = os.open(folder / GATE, os.O_RDWR)
+    try:
+        _wait(lambda: bool(journal.named("commit")), folder)
+    finally:
+        os.close(gate)
+    return 1000 * (processor_seconds(coordinator["pid"]) - before)
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of all threads of a process so far, by the clock that Linux has for each process."""
+    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) makes it
+
+
+def _counts(folder: Path, journal: Journal) -> list[dict[str, Any]]:
+    """Return what the members of the newest generation have counted in it, a line of each."""
+    generation = journal.named("generation")[-1]
+    counts = []
     for path in folder.glob("counts-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        measured.counts += [line for line in lines if line["generation"] == generation]
-    if len(measured.counts) != workers:
-        raise HoldfastError(f"{len(measured.counts)} of {workers} workers have counted", hint=f"see {folder}")
-    return measured
+        counts += [line for line in lines if line["generation"] == generation["number"]]
+    if len(counts) != len(generation["workers"]):
+        text = f"{len(counts)} of {len(generation['workers'])} workers have counted"
+        raise HoldfastError(text, hint=f"see {folder}")
+    return counts
 
 
 @contextmanager

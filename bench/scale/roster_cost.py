@@ -1,6 +1,7 @@
-"""What a loss costs the coordinator with thousands of workers: the real roster and desks, simulated connections.
+"""What the begin of a run and a loss cost the coordinator with thousands of workers.
 
-All messages are encoded and decoded as they are on the wire. What sockets cost is not in it.
+The roster and the desks are real, and connections are simulated. All messages are encoded and decoded as they are on
+the wire. What sockets cost is not in it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LABEL = {"what": "a measurement"}
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What the begin of a run costs the coordinator, or a loss, from its report to the next generation's commit."""
+    """What the coordinator has to do until the first commit: from the begin of a run, or from the report of a loss."""
 
     seconds: float  # of processor time
     messages: int
@@ -53,7 +54,7 @@ class SimulatedCluster:
             who = {"worker": name, "address": "10.0.0.1", "port": 40_000, "host": name.split(".")[0]}
             self._say(name, {"type": "came", **who, "incarnation": f"{name:>016}", "label": LABEL})
             self._show(name, Standing(boundary=True, payload=Account(units=1).to_json()), "")
-        assert self._roster.generation is not None, "all are there"
+        self._commit(1)
         self.forming = self._cost()
 
     def lose(self, name: str) -> Cost:
@@ -70,12 +71,17 @@ class SimulatedCluster:
         held = Account(units=1, held=(0,)).to_json()
         for other in self.names:
             self._show(other, Standing(operation=7, broken=True, payload=held), generation.name)
-        after = self._roster.generation
-        assert after is not None
-        assert after.number == generation.number + 1
-        for other in self.names:
-            self._say(other, {"type": "progress", "generation": after.name, "operation": 8})
+        self._commit(8)
+        assert self._roster.generation is not None
+        assert self._roster.generation.number == generation.number + 1
         return self._cost()
+
+    def _commit(self, operation: int) -> None:
+        """Let all workers commit an operation in the present generation."""
+        generation = self._roster.generation
+        assert generation is not None, "all have shown their standings"
+        for name in self.names:
+            self._say(name, {"type": "progress", "generation": generation.name, "operation": operation})
 
     def _cost(self) -> Cost:
         return Cost(seconds=self.seconds, messages=self.messages, bytes=self.bytes)
@@ -114,8 +120,11 @@ class SimulatedCluster:
                 self._desks[recipient].take(wire.decode(encoded[id(said)]))
 
 
-def measure(workers: int, *, on_each_host: int, losses: int) -> tuple[Cost, list[Cost]]:
-    """Return the cost of the begin, and those of several losses, one after the other."""
-    cluster = SimulatedCluster(workers, on_each_host=on_each_host)
-    step = max(1, workers // losses)
-    return cluster.forming, [cluster.lose(cluster.names[(n * step) % len(cluster.names)]) for n in range(losses)]
+def measure(workers: int, *, on_each_host: int, rounds: int) -> tuple[list[Cost], list[Cost]]:
+    """Return the costs of several begins, and those of as many losses of the last run, one after the other."""
+    begins = []
+    for _ in range(rounds):
+        cluster = SimulatedCluster(workers, on_each_host=on_each_host)
+        begins.append(cluster.forming)
+    step = max(1, workers // rounds)
+    return begins, [cluster.lose(cluster.names[(n * step) % len(cluster.names)]) for n in range(rounds)]

@@ -17,11 +17,20 @@ from matplotlib.axes import Axes
 from bench.scale.real_workers import Measured
 
 STYLE: Any = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
-COLORS = ("#16324f", "#2a9d8f", "#d62839")
+COLORS = ("#16324f", "#2a9d8f")
 
 
-def draw(path: Path, real: Mapping[int, Measured], simulated: Mapping[int, Sequence[float]]) -> None:
-    """Draw messages, bytes, the coordinator's processor time, and the time to the next commit."""
+def draw(
+    path: Path,
+    real: Mapping[int, Measured],
+    *,
+    formed: Mapping[int, Sequence[float]],
+    losses: Mapping[int, Sequence[float]],
+) -> None:
+    """Draw messages, bytes, the coordinator's processor time, and the time to the next commit.
+
+    ``formed`` and ``losses``: the coordinator's seconds with simulated connections, by the number of workers.
+    """
     path.parent.mkdir(exist_ok=True)
     sizes = sorted(real)
     with plt.rc_context(STYLE):
@@ -34,10 +43,12 @@ def draw(path: Path, real: Mapping[int, Measured], simulated: Mapping[int, Seque
         messages.plot(sizes, [n - 1 for n in sizes], ":", color="gray", label="to everybody")
         messages.set_ylim(0, 12)
         size.set_ylim(0, None)
-        medians = {n: statistics.median(loss.coordinator_ms for loss in real[n].losses) for n in sizes}
-        coordinator.plot(sizes, list(medians.values()), "o-", color=COLORS[0], label="real workers")
-        far = {n: 1000 * statistics.median(seconds) for n, seconds in simulated.items()}
-        coordinator.plot(list(far), list(far.values()), "s-", color=COLORS[2], label="simulated connections")
+        medians = [statistics.median(loss.coordinator_ms for loss in real[n].losses) for n in sizes]
+        begins = [real[n].forming_ms for n in sizes]
+        for what, near, far, color in (("begin", begins, formed, COLORS[1]), ("loss", medians, losses, COLORS[0])):
+            coordinator.plot(sizes, near, "o-", color=color, label=f"a {what}, real workers")
+            ms = [1000 * statistics.median(seconds) for seconds in far.values()]
+            coordinator.plot(list(far), ms, "s--", color=color, label=f"a {what}, simulated connections")
         coordinator.set_yscale("log")
         times = [statistics.median(loss.ms for loss in real[n].losses) for n in sizes]
         commit.plot(sizes, times, "o-", color=COLORS[0], label="all workers on this machine")
@@ -45,11 +56,11 @@ def draw(path: Path, real: Mapping[int, Measured], simulated: Mapping[int, Seque
         titles: tuple[str, ...] = (
             "Messages that a worker sends",
             "Bytes of them",
-            "Processor ms of the coordinator, for a loss",
+            "Processor ms of the coordinator",
         )
         titles = (*titles, "ms from a kill to the next commit")
         for axes, title in zip((messages, size, coordinator, commit), titles, strict=True):
-            _finish(axes, title, [*sizes, *far] if axes is coordinator else sizes)
+            _finish(axes, title, [*sizes, *losses] if axes is coordinator else sizes)
         figure.savefig(path)
         plt.close(figure)
 

@@ -1,5 +1,7 @@
 """The training of ``bench scale``: a tiny model, and a line of counts for each generation and worker.
 
+No worker makes its ``Run`` before the bench opens the gate, so that the bench can see what the first group costs.
+
 Counts are taken around the product's own functions; nothing else of them is changed.
 """
 
@@ -23,6 +25,7 @@ from holdfast.cluster.seat import News, Seat
 from holdfast.commit.cohort import Cohort
 
 COUNTED_VOTE = 2  # of a generation; by then all connections are made
+GATE = "gate"  # a named pipe in the folder for counts: to open it takes until the bench has opened its other end
 PAUSE_SECONDS = 0.02  # in each step: a worker is nearly always killed in it
 
 
@@ -89,6 +92,7 @@ def main() -> None:
     """Train until somebody ends it. Arguments: the folder for counts, and the number of micro-batches."""
     folder, micro_batches = Path(sys.argv[1]), int(sys.argv[2])
     Counts(folder).install()
+    (folder / GATE).open("rb").close()
     x = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
     run = holdfast.Run(
         layers=torch.nn.Linear(4, 1),

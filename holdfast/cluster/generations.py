@@ -1,4 +1,4 @@
-"""Generations: the half of the roster that decides which workers train together, and when.
+"""Generations: the part of the roster that decides which workers train together, and when.
 
 It is a state machine. Calls change its state, and messages to send go into the register's outbox.
 """

@@ -8,21 +8,18 @@ started again while training goes on.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.cluster import announce, compose
-from holdfast.cluster.generations import FINISHED, Generations, RosterSettings
-from holdfast.cluster.labels import Label, difference
-from holdfast.cluster.membership import GIVEN_UP, Generation, Judge, Message, Standing, machine_of
-from holdfast.cluster.muster import Worker
+from holdfast.cluster.arrivals import Arrivals
+from holdfast.cluster.generations import RosterSettings
+from holdfast.cluster.membership import Judge, Message, Standing, machine_of
 from holdfast.cluster.pulse import Still
 from holdfast.cluster.quorum.records import Decided
 from holdfast.cluster.register import Host, Sent
-from holdfast.cluster.rounds import Failure, Rounds
 from holdfast.cluster.stuck import StepTimeout, StuckWatch
 
-DONE = "it is done"  # cause of a host's end that is no failure
 DOUBT_SECONDS = 0.3  # for agents to come to a new coordinator who show no life: they try 20 times a second
 
 
@@ -57,45 +54,16 @@ class Tick:
 Event = Connected | Heard | Disconnected | Tick
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Refusal:
-    """Why a worker cannot take part."""
+class Roster(Arrivals):
+    """The connected agents and their workers: takes in events and the time, and gives up who is silent or hangs.
 
-    code: int
-    text: str
-    refused: bool = False  # it differs from the others
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Waiting:
-    """An agent that is not entered yet: its hello, and what it has said since."""
-
-    hello: Message
-    said: list[Message] = field(default_factory=list)
-
-    @property
-    def known(self) -> tuple[str, int]:
-        """The run and the number of the generation that it knows."""
-        return self.hello["generation"]["run"], self.hello["generation"]["number"]
-
-
-class Roster(Generations):
-    """The connected agents and their workers. ``Generations``, the base class, decides which of them train together."""
+    Its base classes take in what comes (``Arrivals``) and what ends (``Endings``), and decide which workers train
+    together (``Generations``).
+    """
 
     def __init__(self, settings: RosterSettings, *, judge: Judge, now: float) -> None:
         super().__init__(settings, judge=judge, now=now)
         self._stuck = StuckWatch(StepTimeout.parse(settings.step_timeout))
-        self._errors: list[str] = []  # the last line of each error that ended a worker
-        self._next_host = settings.first_host
-        self._labels: dict[str, Label] = {}  # those that differ, and fit together; by the first worker that had each
-        self._names: dict[str, str] = {}  # the incarnation of each worker that was ever heard of
-        self._has_run = False  # a worker has come, or its agent says so: the script has a ``Run``
-        self._rounds = Rounds()  # of a script without one
-        self._rejoined = False  # there are agents whose workers were started under another coordinator, as etcd knows
-        self._born = now
-        self._limbo: dict[int, _Waiting] = {}  # agents who know of a generation that this roster does not
-        self._asked: tuple[int, float] | None = None  # which of them was asked for it, and when
-        self._deserted = False  # the last host is done
         # Machines of members that are gone, and when they are given up.
         self._doubtful: tuple[float, set[int]] | None = None
 
@@ -154,6 +122,27 @@ class Roster(Generations):
             host.heard = self._now
             self._heard(host, event.message)
 
+    def _heard_in_limbo(self, event: Heard | Disconnected) -> None:
+        """Take in the answer of an agent that was asked for its generation, or its end."""
+        connection = event.connection
+        if isinstance(event, Heard) and event.message["type"] != "recalled":
+            self._limbo.keep(connection, event.message)
+            return
+        if isinstance(event, Disconnected):
+            self._limbo.remove(connection)
+        else:
+            told = announce.heard(event.message["generation"], None)
+            if self._counts_more(told.run, told.number):
+                self._remember(told)
+            self._limbo.answered(connection)
+        for number, waiting in self._limbo.all:
+            if not self._counts_more(*waiting.known):
+                self._limbo.remove(number)  # if it was asked: its generation counts no more
+                self._enter(number, waiting.hello)
+                for message in waiting.said:
+                    self._take(Heard(connection=number, message=message))
+        self._ask()
+
     def _heard(self, host: Host, message: Message) -> None:
         kind = message["type"]
         if kind == "beat":
@@ -210,374 +199,6 @@ class Roster(Generations):
             cause = f"no heartbeat for {silent:.0f} s after it was sent away"
             self._register.send(host.connection, {"type": "kill", "worker": name, "cause": cause})
 
-    # --- coming ----------------------------------------------------------------------------------
-
-    def _agent_came(self, connection: int, hello: Message) -> None:
-        """Enter an agent; or, if its workers are in a generation that this roster does not know, ask for that first.
-
-        One of those who know it is asked: it may be large.
-        """
-        known = hello["generation"]
-        if known is not None and known["run"] == self.run:
-            self._newest = max(self._newest, known["number"])
-        if known is not None and self._counts_more(known["run"], known["number"]):
-            self._limbo[connection] = _Waiting(hello=hello)
-            self._ask()
-        else:
-            self._enter(connection, hello)
-
-    def _ask(self) -> None:
-        """Ask an agent for the generation that it knows, unless one was asked."""
-        if self._asked is None and self._limbo:
-            newest = max(self._limbo, key=lambda number: self._limbo[number].known[1])
-            self._asked = (newest, self._now)
-            self._register.send(newest, {"type": "recall"})
-
-    def _heard_in_limbo(self, event: Heard | Disconnected) -> None:
-        """Take in the answer of an agent that was asked for its generation, or its end."""
-        connection = event.connection
-        if isinstance(event, Heard) and event.message["type"] != "recalled":
-            self._limbo[connection].said.append(event.message)
-            return
-        if isinstance(event, Disconnected):
-            del self._limbo[connection]
-        else:
-            told = announce.heard(event.message["generation"], None)
-            if self._counts_more(told.run, told.number):
-                self._remember(told)
-        if self._asked is not None and self._asked[0] == connection:
-            self._asked = None
-        for number, waiting in list(self._limbo.items()):
-            if not self._counts_more(*waiting.known):
-                del self._limbo[number]
-                self._enter(number, waiting.hello)
-                for message in waiting.said:
-                    self._take(Heard(connection=number, message=message))
-        if self._asked is not None and self._asked[0] not in self._limbo:
-            self._asked = None  # its generation counts no more: it was entered without it
-        self._ask()
-
-    def _enter(self, connection: int, hello: Message) -> None:
-        """Enter an agent, with a new number if it has none yet; refuse it if the run has all its hosts."""
-        entry = compose.enter_host(
-            number=hello["host"],
-            agent=hello["agent"],
-            known=self._register.numbers,
-            next_number=self._next_number(hello["agent"]),
-            most=self.settings.maximum_hosts,
-        )
-        if entry.number is None:
-            self._register.send(connection, {"type": "stop", "code": 2, "message": entry.reason})
-            self._register.hang_up(connection)
-            return
-        number, known = entry.number, hello["generation"]
-        self._next_host = max(self._next_host, number + 1)
-        host = Host(connection=connection, heard=self._now, number=number, agent=hello["agent"], slots=hello["slots"])
-        host.told = "" if known is None else f"{known['number']}/{known['life']}"
-        self._register.add(host)
-        self._begun = self._begun or hello["begun"]
-        self._committed = self._committed or hello["committed"]
-        if hello["begun"] or hello["run"]:
-            self._note_run()
-        if hello["finished"]:
-            self.finish(hello["over"])
-        self._welcome(host, hello)
-        if self._muster.members_on(number):  # messages on its old connection may be lost: send them again
-            self._uncalled.add(number)
-            self._uninvited.add(number)
-        self._workers_came(number, hello)
-        if hello["stays"]:  # it said so before a restart of the coordinator: others may be about to come back
-            self._register.retire(host)
-        self.advance()
-
-    def _welcome(self, host: Host, hello: Message) -> None:
-        """Tell an agent its number, and what it may have missed."""
-        welcome = {"type": "welcome", "host": host.number, "master_port": self.settings.master_port}
-        # A run that etcd knows from an earlier start has higher numbers, but its scripts' ranks begin with 0 as ever.
-        welcome["rank"] = host.number - (self.settings.first_host if self.settings.recalls else 0)
-        # Only at the end does it need the names of all. Else, after a restart, all names would go to all machines.
-        members = self.members if self._finishing else []
-        welcome |= {"begun": self.generation is not None, "finishing": self._finishing, "members": members}
-        welcome |= {"run": self._has_run, "round": self._rounds.number, "waits": self._waits_for_round()}
-        self._register.send(host.connection, welcome)
-        self._register.log("host", host=host.number, slots=host.slots)
-        if self._missed_round(hello):
-            self._register.send(host.connection, {"type": "clear", "round": hello["round"]})
-
-    def _workers_came(self, machine: int, hello: Message) -> None:
-        """Take in what an agent tells of its workers: who has ended, who lives. Members that it leaves out are lost."""
-        for name in self._muster.workers_on(machine):  # those of its old connection: it tells of them anew
-            self._muster.remove(name)
-        self._hung_up.discard(machine)
-        self.absent[machine] = self._now  # until all is told, so that nothing is decided before
-        for report in hello["exits"]:
-            self._worker_ended(report)
-        for record in hello["workers"]:
-            self._worker_came(record, hello["labels"][record["label"]])
-        del self.absent[machine]
-        for name in self._muster.members_on(machine):
-            if name not in self.workers:
-                self._strike_out(name, "it has ended while the coordinator was away")
-
-    def _next_number(self, agent: str) -> int:
-        """Return the number that an agent gets if it is new. The first agent's is kept for it.
-
-        Scripts without a ``Run`` have their rank 0 on host 0, at the coordinator's address.
-        """
-        head, first = self.settings.head, self.settings.first_host
-        if head and agent != head:
-            return max(self._next_host, first + 1)
-        return first if head else self._next_host
-
-    def _worker_came(self, record: Message, label: Label) -> None:
-        """Enter a worker, new or known from before, unless it cannot take part."""
-        self._note_run()
-        known = record["generation"]  # the name of the newest generation that it was in
-        shown = record["standing"]
-        worker = Worker(
-            name=record["worker"],
-            address=record["address"],
-            port=record["port"],
-            incarnation=record["incarnation"],
-            label=dict(label),
-            host=record["host"],
-            fresh=not known,
-            heard=self._now - float(record["silent"]),
-        )
-        if (refusal := self._refuses(worker, known)) is not None:
-            self._refuse(worker, refusal)
-            return
-        self._muster.add(worker)
-        self._gone.discard(worker.name)  # a member whose machine counted as lost is back, before the others went on
-        self._names[worker.name] = worker.incarnation
-        if known:
-            self._last_words = None  # somebody who holds the state is back
-            self._refuse_joiners_unlike(worker)
-        if shown is not None:
-            self.show_standing(worker, Standing(**shown["standing"]), shown["generation"])
-
-    def _refuse(self, worker: Worker, why: _Refusal) -> None:
-        """Send a worker away that cannot take part. One that is silent hangs, and would not hear it."""
-        host = self.hosts.get(worker.machine)
-        if host is not None and self._now - worker.heard > self.settings.heartbeat_timeout:
-            self._register.send(host.connection, {"type": "kill", "worker": worker.name, "cause": why.text})
-        self._dismiss(worker.name, why.code, why.text, refused=why.refused)
-
-    def _refuses(self, worker: Worker, known: str) -> _Refusal | None:
-        """Return why a worker cannot take part: it was given up, it differs from the others, or the run is over."""
-        if self._is_another(worker.name, worker.incarnation):
-            return _given_up(worker.name, "another worker had this name before")
-        if known:  # a worker that trains already
-            return self._refuses_member(worker.name, int(known.partition("/")[0]))
-        if self._finishing:
-            return _Refusal(code=0, text=FINISHED)
-        if not self.workers:
-            self._labels.clear()  # nobody is left who trains something else
-        for name, label in self._labels.items():
-            if worker.label == label:
-                worker.label = label
-                return None
-            if (said := difference(worker.label, label)) is not None:
-                return _differs(worker.name, name, said)
-        self._labels[worker.name] = worker.label
-        return None
-
-    def _refuse_joiners_unlike(self, member: Worker) -> None:
-        """Send away joiners that train something else: they came while this member had lost its connection."""
-        for joiner in self._muster.waiting:
-            if (said := difference(joiner.label, member.label)) is not None:
-                self._refuse(joiner, _differs(joiner.name, member.name, said))
-
-    def _is_another(self, name: str, incarnation: str) -> bool:
-        """Whether a name belongs to another process: an agent that was started anew counts its workers from 0 again."""
-        return self._names.get(name, incarnation) != incarnation
-
-    def _refuses_member(self, name: str, number: int) -> _Refusal | None:
-        """Return why a worker that trains already cannot go on: the run has gone on, or has ended, without it."""
-        if number < self._over:
-            return _Refusal(code=0, text=FINISHED)
-        if self.generation is None or self._muster.is_member(name):
-            return None
-        begun_anew = self.announced and number > self.generation.number
-        return _given_up(name, "the run was begun anew without it") if begun_anew else _given_up(name)
-
-    def _counts_more(self, run: str, number: int) -> bool:
-        """Whether a generation replaces the one that this coordinator knows: of its own run, then the newest.
-
-        Not if this coordinator has formed its own: the others had not come in time.
-        """
-        if self.generation is None:
-            return True
-        ours = self.settings.run
-        newer = (run == ours, number) > (self.generation.run == ours, self.generation.number)
-        return newer and not self.announced
-
-    def _remember(self, known: Generation) -> None:
-        """Take over, after a restart of the coordinator, the generation that an agent tells of.
-
-        If the whole first agent was started anew, it is a generation of another run, which goes on under this roster.
-        """
-        self._begun = True
-        self.run = known.run
-        self._names |= {member.worker: member.incarnation for member in known.members}
-        for name in [n for n, w in self.workers.items() if self._is_another(n, w.incarnation)]:
-            self._refuse(self.workers[name], _given_up(name, "another worker had this name before"))
-        self._muster.begin(known)
-        self._gone.clear()
-        self._nobody_was_told()
-        machines = sorted({machine_of(name) for name in known.workers})
-        self.absent = {machine: self._now for machine in machines if machine not in self.hosts}
-        for name in [n for n in known.workers if machine_of(n) in self.hosts and n not in self.workers]:
-            self._strike_out(name, "its machine was started anew")
-        for name in [n for n, w in self.workers.items() if not w.fresh and not self._muster.is_member(n)]:
-            self._refuse(self.workers[name], _given_up(name))
-
-    # --- going -----------------------------------------------------------------------------------
-
-    def _disconnected(self, host: Host) -> None:
-        """Take in a closed connection. It is no loss yet: the network may have closed it, and the agent comes back.
-
-        Training does not need it. ``_waits_for_absent`` says when it is a loss.
-        """
-        self._strike_out_host(host, "connection lost")
-        if any(name not in self._gone for name in self._muster.members_on(host.number)):
-            self.absent[host.number] = self._now
-            self._hung_up.add(host.number)
-        self.advance()
-
-    def _host_done(self, host: Host, *, stays: bool) -> None:
-        """Take in that an agent ends, or only keeps the coordinator from now on (``stays``)."""
-        self._strike_out_host(host, DONE, stays=stays)
-        self._machine_gone(host.number, "its agent has ended")
-        self.advance()
-
-    def _strike_out_host(self, host: Host, cause: str, *, stays: bool = False) -> None:
-        """Strike out a host, and forget its workers: it tells of them when it comes back."""
-        if stays:
-            self._register.retire(host)
-        else:
-            self._register.remove(host)
-        for name in self._muster.workers_on(host.number):
-            self._muster.remove(name)
-        self._register.log("host-gone", host=host.number, cause=cause)
-        self._deserted = not self.hosts and (cause == DONE or self._finishing)
-        self._end_if_deserted()
-
-    def _end_if_deserted(self) -> None:
-        """End the run if the last host is done, unless others may come: soon after a restart not all are back."""
-        others = bool(self.absent or self._limbo) or (self._is_restarted and self._now < self.first_look)
-        if self._deserted and not self.hosts and (self._finishing or not others):
-            self.stopped = True
-
-    def _worker_ended(self, report: Message) -> None:
-        """Take in an agent's report that a worker has ended."""
-        self._register.log("exit", **{k: v for k, v in report.items() if k not in ("type", "incarnation")})
-        name, error = report["worker"], report["error"]
-        if self._is_another(name, report["incarnation"]):
-            return  # it was refused, because its name belongs to another
-        if report.get("run"):
-            self._note_run()
-        ends_round = report["code"] and "round" in report and not report["cleared"]
-        if ends_round and not self._has_run and not (error is not None and error["final"]):
-            failure = Failure(who=f"worker {name}", cause=report["cause"], error=error)
-            if not (self._begun or self._finishing):
-                self._clear_round(self._rounds.failed(report["round"], failure))
-            return
-        is_known = name in self.workers or (self._muster.is_member(name) and machine_of(name) in self.absent)
-        if report["code"] == 0 and error is None:
-            self._ended_well(name, finished=report["finished"], is_known=is_known)
-        elif is_known:
-            self._strike_out(name, report["cause"])
-        self.advance()
-        if error is not None:
-            self._judge_error(name, error, cleared=bool(report.get("cleared")))
-
-    def _ended_well(self, name: str, *, finished: bool, is_known: bool) -> None:
-        """Take in that a worker has ended with code 0: the run is over, or it was asked to leave."""
-        if finished and self._muster.is_member(name):
-            self._let_go(name)
-            self.finish()
-        elif is_known and self._muster.is_member(name):
-            self._strike_out(name, "it has ended")
-        else:
-            self._let_go(name)
-
-    def _judge_error(self, name: str, error: Message, *, cleared: bool) -> None:
-        """Stop the run for an error of the script, or tell the hosts that it goes on."""
-        if error["final"]:
-            if not error.get("refused") or self.generation is None:  # a refused joiner does not end the training
-                self.stop(error["code"], error["text"])
-            return
-        if cleared:
-            return
-        last = (error["text"].strip() or "no error text").splitlines()[-1]
-        verdict = compose.judge_error(error=last, earlier=self._errors, alive=len(self.workers))
-        self._errors.append(last)
-        if verdict.stop:
-            self.stop(error["code"], f"{error['text'].rstrip()}\nstopped: {verdict.reason}")
-        else:
-            notice = f"holdfast: worker {name} failed ({last}); {verdict.reason}"
-            self._register.send_all(self.hosts.values(), {"type": "say", "text": notice})
-
-    def _nobody_left_on(self, host: Host, reason: str) -> None:
-        """Take in that a host has no worker and may start none: end the run, or let that host go."""
-        if not self.workers:
-            self.stop(3, self._last_words[1] if self._last_words is not None else f"too few workers: {reason}")
-        else:  # the run goes on without this machine
-            self._register.send(host.connection, {"type": "stop", "code": 3, "message": f"too few workers: {reason}"})
-
-    # --- scripts without a Run -------------------------------------------------------------------
-
-    def _note_run(self) -> None:
-        """Note that the script has a ``Run``, and tell the hosts: from here on lost workers are replaced one by one."""
-        if not self._has_run:
-            self._has_run = True
-            self._register.send_all(self.hosts.values(), {"type": "run"})
-
-    def _waits_for_round(self) -> bool:
-        """Whether a new host waits for the next round, since the present one has other members, or is over.
-
-        The first round has no list of members: who comes late to it starts at once, as scripts with a ``Run`` need it.
-        """
-        goes_on = self._rounds.number > 0 or self._rounds.clearing or self._rejoined
-        return goes_on and not (self._has_run or self._begun)
-
-    def _missed_round(self, hello: Message) -> bool:
-        """Whether an agent that comes back is still in a round that was over meanwhile."""
-        rounds = self._rounds
-        known = hello["host"] is not None and "round" in hello and not self._has_run
-        return known and (hello["round"] < rounds.number or (rounds.clearing and hello["round"] == rounds.number))
-
-    def _clear_round(self, is_new: bool) -> None:
-        """Have all hosts kill what is left of a round that has failed, if they were not told yet."""
-        if is_new:
-            self._register.send_all(self.hosts.values(), {"type": "clear", "round": self._rounds.number})
-        self._settle_round()
-
-    def _settle_round(self) -> None:
-        """End the run if all workers have ended well; begin the next round, or end the run, after one that failed."""
-        hosts = self._slots().keys()
-        if not self._has_run and self._rounds.is_over(hosts) and self._all_have_come(len(hosts)):
-            self.finish()
-        if not self._rounds.settled(hosts):
-            return
-        verdict = self._rounds.verdict()
-        if verdict.stop:
-            self.stop(verdict.code, verdict.text)
-        elif len(hosts) >= self.settings.minimum_hosts:
-            order = self._rounds.begin(hosts)
-            self._register.log("restart", round=order["round"], hosts=order["hosts"], reason=verdict.text)
-            self._register.send_all(self.hosts.values(), {"type": "say", "text": f"holdfast: {verdict.text}"})
-            self._register.send_all([self.hosts[number] for number in hosts], order)
-
-    def _all_have_come(self, hosts: int) -> bool:
-        """Whether the first round has all its hosts, or has waited long enough for them.
-
-        A short script may be over on one host before another one has started.
-        """
-        needed = self.settings.first_hosts or self.settings.minimum_hosts
-        return self._rounds.number > 0 or hosts >= needed or self._now - self._born > self.settings.patience
-
     # --- time ------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
@@ -622,10 +243,9 @@ class Roster(Generations):
             self._machine_gone(machine, "did not come back to the coordinator")
         for name in watch.silent({name: worker.heard for name, worker in self.workers.items()}, now):
             self._give_up(name, cause)
-        if self._asked is not None and now - self._asked[1] > watch.timeout:
-            self._register.hang_up(self._asked[0])
-            del self._limbo[self._asked[0]]
-            self._asked = None
+        if (late := self._limbo.overdue(now, watch.timeout)) is not None:
+            self._register.hang_up(late)
+            self._limbo.remove(late)
             self._ask()
 
     def _give_up(self, name: str, cause: str, **details: Any) -> None:
@@ -691,12 +311,3 @@ class Roster(Generations):
             assert self.generation is not None
             self._register.log("stalled", generation=self.generation.number, seconds=min(s.seconds for s in waiting))
             self._breaking = True
-
-
-def _given_up(name: str, reason: str = "it counted as lost") -> _Refusal:
-    return _Refusal(code=GIVEN_UP, text=f"worker {name} was given up: {reason}")
-
-
-def _differs(name: str, other: str, said: str) -> _Refusal:
-    text = f"worker {name} does not train the same as {other}: {said}"
-    return _Refusal(code=2, text=f"{text} (start every worker with the same script and settings)", refused=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.agent import REPEAT_SECONDS
+from holdfast.cluster.agent_workers import REPEAT_SECONDS
 from holdfast.cluster.events import read_events
 from tests.harness import TRAIN, wait_until
 from tests.warm import Command

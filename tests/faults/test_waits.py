@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster import agent as agents
-from holdfast.cluster import client, keeper
+from holdfast.cluster import agent_line, client, keeper
 from holdfast.cluster.agent import Agent
 from holdfast.measuring import free_port
 from tests.faults.test_hosts import collect, start_agent, wait_for_step
@@ -28,7 +28,7 @@ async def start_hung(listener: int, options: list[str], token: str) -> asyncio.s
 def test_a_coordinator_that_never_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(agents, "START_SECONDS", 1.0)
+    monkeypatch.setattr(agent_line, "START_SECONDS", 1.0)
     monkeypatch.setattr(keeper, "start_coordinator", start_hung)
     assert launch(tmp_path, seconds=60.0).code == 1
     assert "coordinator does not answer" in capsys.readouterr().err
@@ -37,7 +37,7 @@ def test_a_coordinator_that_never_starts(
 def test_a_coordinator_that_hangs_when_it_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed
 ) -> None:
-    monkeypatch.setattr(agents, "START_SECONDS", 10.0)
+    monkeypatch.setattr(agent_line, "START_SECONDS", 10.0)
     start = keeper.start_coordinator
 
     async def meddle(agent: Agent) -> None:

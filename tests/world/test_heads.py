@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from holdfast.cluster.roster import Roster
+from holdfast.cluster.admission import Admission
 from tests.world.aimed import History
 from tests.world.history import Fate
 from tests.world.world import Process, World
@@ -55,7 +55,7 @@ def test_the_new_head_takes_part(seed: int) -> None:
 
 
 def test_control_without_incarnations_the_dead_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Roster, "_is_another", lambda self, name, incarnation: False)
+    monkeypatch.setattr(Admission, "is_another", lambda self, name, incarnation: False)
     histories = (
         History(workers=[2, 1], fate=restart_at("data", 0.1, nth=1), minimum_hosts=1, seed=seed) for seed in range(40)
     )
