@@ -20,6 +20,8 @@ PROGRAM = Program(script=Path(__file__).with_name("accelerate_train.py"), preloa
 
 
 class TestLoop(TrainedAlike):
+    """The form ``documented`` of the program is the code of docs/accelerate.md."""
+
     program = PROGRAM
 
     def check_journal(self, found: list[Row]) -> None:

@@ -23,6 +23,8 @@ PROGRAM = Program(
 
 
 class TestTrainer(TrainedAlike):
+    """The form ``documented`` of the program is the code of docs/lightning.md."""
+
     program = PROGRAM
 
     def check_journal(self, found: list[Row]) -> None:
