@@ -22,9 +22,9 @@ from holdfast.cluster.events import Events
 from holdfast.cluster.gate import Gate
 from holdfast.cluster.generations import RosterSettings
 from holdfast.cluster.membership import Judge, new_incarnation
-from holdfast.cluster.quorum.election import DEPOSED
+from holdfast.cluster.quorum.election import DEPOSED, RESIGNED
 from holdfast.cluster.quorum.etcd import Etcd, EtcdSettings
-from holdfast.cluster.quorum.fence import Deposed, Fence, FencedOutbox, Recalled
+from holdfast.cluster.quorum.fence import RESIGN_SECONDS, Deposed, Fence, FencedOutbox, Recalled, Resigned
 from holdfast.cluster.quorum.records import Keys
 from holdfast.cluster.register import EVENTS, HANG_UP, Sent
 from holdfast.cluster.roster import Connected, Disconnected, Event, Heard, Roster, Tick
@@ -84,7 +84,8 @@ class Coordinator:
         self._events = Events(settings.events)
         self._events.write("coordinator", pid=os.getpid(), epoch=settings.epoch)
         self._fence = fence
-        self._fenced = FencedOutbox(self._carry_out)
+        resign = max(RESIGN_SECONDS, settings.heartbeat_timeout)
+        self._fenced = FencedOutbox(self._carry_out, lambda: self._roster.hosts, resign)
         self._roster = Roster(settings, judge=find_judge(settings.judge), now=time.monotonic())
         if recalled is not None:
             self._roster.recall(recalled.decided, recalled.alive)
@@ -100,7 +101,7 @@ class Coordinator:
         settings = self._settings
         if self._fence is not None:
             sending = asyncio.create_task(self._fenced.send_all(self._fence))
-            sending.add_done_callback(_end_if_deposed)
+            sending.add_done_callback(self._end_without_role)
         self._set_timer()
         async with Gate(listener, token=settings.token, admitted=self._connected, settings=settings.tls):
             await self._over.wait()
@@ -183,18 +184,21 @@ class Coordinator:
                 self._meter.count(len(encoded[id(message)]))
                 writer.write(encoded[id(message)])
 
+    def _end_without_role(self, sending: asyncio.Task[None]) -> None:
+        """End the process if another coordinator has or should have its place, or if etcd refuses it."""
+        if sending.cancelled() or (error := sending.exception()) is None:
+            return
+        if isinstance(error, Resigned):
+            self._events.write("resigned", epoch=self._settings.epoch, reason=str(error))
+            os._exit(RESIGNED)
+        os._exit(DEPOSED if isinstance(error, Deposed) else 1)
+
     def _with_cost(self, recipient: int, message: wire.Message) -> Sent:
         """Add to the event of a recovery what it has cost this process."""
         if recipient != EVENTS or message["event"] != "recovery":
             return recipient, message
         cost = {name: round(value - self._before_break[name], 3) for name, value in self._meter.read().items()}
         return recipient, message | cost
-
-
-def _end_if_deposed(sending: asyncio.Task[None]) -> None:
-    """End the process if another coordinator has taken its place, or if etcd refuses it."""
-    if not sending.cancelled() and (error := sending.exception()) is not None:
-        os._exit(DEPOSED if isinstance(error, Deposed) else 1)
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:

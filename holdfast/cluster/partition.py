@@ -2,6 +2,8 @@
 
 All of them reach the coordinator, so nobody counts as lost. Without a decision the same workers would be put together
 again and again. The larger side goes on. The others wait, and are tried again later: the network may be mended.
+
+An elected coordinator may itself be on the smaller side. Etcd tells it so, and it leaves the role to the larger one.
 """
 
 from __future__ import annotations
@@ -48,6 +50,25 @@ def side_that_stays(workers: Mapping[int, int], cut: Collection[Pair]) -> set[in
     for component in _components(pairs):
         stays |= _stays(component, [pair for pair in pairs if pair <= component], workers)
     return stays
+
+
+def why_resign(members: Mapping[int, int], *, heard: Collection[int], alive: Collection[int]) -> str:
+    """Return why an elected coordinator should leave its role to another machine; "": it should not.
+
+    ``members``: the machines of the last generation that etcd has, which hold the state, and the number of workers of
+    each. ``heard``: machines that are connected to it. ``alive``: machines whose agents show signs of life in etcd.
+    Of two halves that of the coordinator goes on.
+
+    >>> why_resign({0: 1, 1: 1, 2: 1}, heard={0}, alive={0, 1, 2})
+    'it reaches 1 of 3 workers, and 2 are on machines that are alive in etcd'
+    >>> why_resign({0: 1, 1: 1, 2: 1}, heard={0}, alive={0, 1}), why_resign({0: 2, 1: 1}, heard={0}, alive={0, 1})
+    ('', '')
+    """
+    here = sum(workers for machine, workers in members.items() if machine in heard)
+    missed = sum(workers for machine, workers in members.items() if machine in alive and machine not in heard)
+    if missed <= here:
+        return ""
+    return f"it reaches {here} of {sum(members.values())} workers, and {missed} are on machines that are alive in etcd"
 
 
 def _components(pairs: Collection[Pair]) -> list[set[int]]:

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cluster.generations import TRIES
 from holdfast.cluster.membership import GIVEN_UP
-from holdfast.cluster.partition import REFUSALS, side_that_stays
+from holdfast.cluster.partition import REFUSALS, side_that_stays, why_resign
 from holdfast.cluster.register import Sent
 from tests.cluster.table import Table, logged
 from tests.standings import standing
@@ -197,3 +197,25 @@ def test_a_complaint_about_somebody_who_is_gone_counts_for_nothing() -> None:
     assert "partition" not in logged(sent)
     assert table.roster.members == ["0.0", "0.1"]
     assert standing(unreached=("1.0",)).unreached == ("1.0",)
+
+
+@pytest.mark.parametrize(
+    ("heard", "alive", "resigns"),
+    [
+        ({0}, {0, 1, 2}, True),
+        ({0}, {1, 2}, True),  # its own agent's lease counts for nothing: it is connected
+        ({0, 1}, {0, 1, 2}, False),
+        ({0}, {0, 1}, False),  # one machine against one; the third is dead
+        ({0}, {0}, False),
+        ({0, 3, 4}, {0, 1, 2, 3, 4}, True),  # machines that wait to join do not hold the state
+        ({0, 1, 2}, {0, 1, 2, 3, 4, 5}, False),
+    ],
+)
+def test_a_coordinator_leaves_its_role_to_more_living_members(heard: set[int], alive: set[int], resigns: bool) -> None:
+    reason = why_resign({0: 2, 1: 2, 2: 2}, heard=heard, alive=alive)
+    assert bool(reason) == resigns
+    assert not resigns or "reaches 2 of 6 workers" in reason
+
+
+def test_a_coordinator_of_a_run_that_has_not_begun_does_not_leave_its_role() -> None:
+    assert not why_resign({}, heard={0}, alive={0, 1, 2})

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from tests.certificates import standard
 from tests.etcd_cluster import EtcdCluster, needs_etcd
 from tests.faults.judge import covered
 from tests.harness import TRAIN, Result, assert_every_worker_commits_each_step_once, wait_until
+from tests.namespaces import machines as namespaces
 from tests.warm import Command
 
 pytestmark = needs_etcd
@@ -58,13 +60,15 @@ class Machines:
             **environment,
         }
 
-    def start(self, *options: str, endpoints: str = "", hosts: str = "1:4", **environment: str) -> Command:
+    def start(
+        self, *options: str, endpoints: str = "", hosts: str = "1:4", namespace: str = "", **environment: str
+    ) -> Command:
         words = ["run", "-n", "1", "--nnodes", hosts, "--heartbeat-timeout", "3", "--rdzv-id", self.folder.name]
         words += ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints or self._endpoints]
         number = len(self.agents)
         words += ["--log-dir", str(self.folder / f"logs{number}"), *self._options, *options, str(TRAIN)]
         settings = {**self._settings, **environment}
-        self.agents.append(Command(*words, folder=self.folder, name=f"agent{number}", **settings))
+        self.agents.append(Command(*words, folder=self.folder, name=f"agent{number}", namespace=namespace, **settings))
         return self.agents[-1]
 
     def begin(self, number: int, *, already: int = 0) -> None:
@@ -353,6 +357,36 @@ def test_the_coordinator_is_cut_off_from_etcd_for_good(machines: Machines, etcd:
     assert "the coordinator at" in cut_off.stderr
     assert "etcd has not answered for 3 s: this machine gives up the coordinator's role" in cut_off.stdout
     assert_undisturbed(machines.finish(1, 2), undisturbed)
+
+
+def test_the_coordinator_is_cut_off_from_the_others_but_not_from_etcd(tmp_path: Path, undisturbed: Any) -> None:
+    """It leaves the role to them, as they are more. It decides nothing before: with a minimum of two they go on."""
+    with namespaces(3) as network:
+        urls = "http://0.0.0.0:2379"
+        words = ["--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", urls, "--advertise-client-urls", urls]
+        with (tmp_path / "etcd.log").open("wb") as log:
+            command = ["ip", "netns", "exec", network.router, "etcd", *words]
+            server = subprocess.Popen(command, stdout=log, stderr=log)
+        machines = Machines(tmp_path, "10.77.0.1:2379", "--patience", "20")
+        try:
+            machines.start(hosts="2:4", namespace=network.names[0])
+            wait_until("it is elected", lambda: machines.events("elected"))
+            for name in network.names[1:]:
+                machines.start(hosts="2:4", namespace=name)
+            wait_until("all train", lambda: len(machines.members()) == 3 and machines.commits() > 6)
+            network.separate(0, 1)
+            network.separate(0, 2)
+            wait_until("others go on", lambda: sorted(machines.members()) == ["1.0", "2.0"] and machines.is_training())
+            reasons = [e["reason"] for e in machines.events("resigned")]
+            assert reasons == ["it reaches 1 of 3 workers, and 2 are on machines that are alive in etcd"]
+            assert machines.agents[0].wait(90.0) == 1
+            assert "the coordinator at" in machines.agents[0].stderr
+            assert "this machine leaves the role to another" in machines.agents[0].stdout
+            assert_undisturbed(machines.finish(1, 2), undisturbed)
+        finally:
+            machines.end()
+            server.kill()
+            server.wait()
 
 
 def test_a_script_without_a_run_starts_twice_under_the_same_name(tmp_path: Path, etcd: EtcdCluster) -> None:

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from holdfast.cluster.quorum.records import Address, Holder
 
 DEPOSED = 76  # exit code of a coordinator that finds another one in its place
+RESIGNED = 77  # exit code of a coordinator that leaves its role to a machine that may reach more: ``why_resign``
+# For which an agent that has resigned does not want the role; twice as long each further time. Longer than the next
+# coordinator needs to find out whether it reaches more; shorter than the patience with which workers wait for one.
+REST_SECONDS = 12.0
+LONGEST_REST_SECONDS = 24.0
 REVOKE_AGAIN_SECONDS = 30.0  # a firewall may refuse, too: so an agent that is elected again is left alone for a while
 
 
@@ -48,7 +53,12 @@ class EtcdSilent:
     """Etcd has not answered this agent for its patience: its lease is gone, or as good as gone."""
 
 
-Event = Seen | LeaseGone | PortRefused | CoordinatorEnded | EtcdSilent
+@dataclass(frozen=True, kw_only=True)
+class Rested:
+    """The time has passed for which this agent leaves the role to others."""
+
+
+Event = Seen | LeaseGone | PortRefused | CoordinatorEnded | EtcdSilent | Rested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +92,14 @@ class Revoke:
     lease: int
 
 
-Action = Campaign | Serve | StepDown | Follow | Revoke
+@dataclass(frozen=True, kw_only=True)
+class Resign:
+    """Give up the lease, and the role with it, and get another. ``rest`` seconds later, say that it is ``Rested``."""
+
+    rest: float
+
+
+Action = Campaign | Serve | StepDown | Follow | Revoke | Resign
 
 
 class Election:
@@ -101,6 +118,8 @@ class Election:
         self.over = False  # the run is over, or this agent leaves: it does not want the role any more
         self._agent, self._lease = agent, lease
         self._revoked: dict[str, float] = {}  # agents whose lease this one has revoked, and when
+        self._rests = False  # it has resigned, and leaves the role to others for a while
+        self._rest = REST_SECONDS  # for how long, the next time
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Take in an event at the time ``now`` (seconds); return what to do, in order."""
@@ -114,6 +133,9 @@ class Election:
         if isinstance(event, EtcdSilent):
             self._lease = 0  # whoever has the role now: it is not this agent, until it has a new lease
             return self._stop_serving()
+        if isinstance(event, Rested):
+            self._rests = False
+            return self._judge()
         self.holder = event.holder
         return self._judge()
 
@@ -123,7 +145,7 @@ class Election:
         mine = holder is not None and (holder.agent, holder.lease) == (self._agent, self._lease)
         actions = [] if mine else self._stop_serving()
         if holder is None:
-            return actions if self.over else [*actions, Campaign()]
+            return actions if self.over or self._rests else [*actions, Campaign()]
         if mine and not self.serves and not self.over:
             self.serves = True
             actions.append(Serve(epoch=holder.epoch))
@@ -151,4 +173,11 @@ class Election:
             self.over = True
         if self.over or code == DEPOSED:
             return []
+        if code == RESIGNED:
+            return self._resign()
         return self._judge()
+
+    def _resign(self) -> list[Action]:
+        rest, self._rest = self._rest, min(2 * self._rest, LONGEST_REST_SECONDS)
+        self._rests, self._lease = True, 0  # until it has a new lease, nobody's role is its own
+        return [StepDown(), Resign(rest=rest)]

@@ -23,6 +23,8 @@ from holdfast.cluster.quorum.election import (
     Follow,
     LeaseGone,
     PortRefused,
+    Resign,
+    Rested,
     Revoke,
     Seen,
     Serve,
@@ -35,6 +37,7 @@ from holdfast.errors import UsageError
 LEASE_SECONDS = 2  # the shortest that etcd grants with its default settings
 BEATS = 4  # signs of life within one lease
 AGAIN_SECONDS = 0.1  # between two tries while etcd does not answer
+RESIGNS = "holdfast: most workers do not reach the coordinator here: this machine leaves the role to another"
 
 
 class ElectedKeeper:
@@ -257,6 +260,10 @@ class ElectedKeeper:
             self.close()
         elif isinstance(action, Revoke):
             await self._etcd.revoke(action.lease)
+        elif isinstance(action, Resign):
+            self._say(RESIGNS)
+            self._void = True  # with the next sign of life it gets another lease
+            asyncio.get_running_loop().call_later(action.rest, self._happened.put_nowait, Rested())
         elif isinstance(action, Follow) and action.address != self.address:
             self.address = action.address
             self._moved()

@@ -6,6 +6,9 @@ import pytest
 
 from holdfast.cluster.quorum.election import (
     DEPOSED,
+    LONGEST_REST_SECONDS,
+    RESIGNED,
+    REST_SECONDS,
     REVOKE_AGAIN_SECONDS,
     Campaign,
     CoordinatorEnded,
@@ -14,6 +17,8 @@ from holdfast.cluster.quorum.election import (
     Follow,
     LeaseGone,
     PortRefused,
+    Resign,
+    Rested,
     Revoke,
     Seen,
     Serve,
@@ -99,3 +104,20 @@ def test_a_holder_that_etcd_does_not_answer_stops_until_it_has_a_new_lease(holde
     assert holder.step(Seen(holder=MINE), 2.0) == [Follow(address=HERE)], "it does not serve under its old lease"
     holder.step(LeaseGone(lease=9), 3.0)
     assert holder.step(Seen(holder=None), 4.0) == [Campaign()]
+
+
+def test_a_holder_that_resigns_leaves_the_role_to_others_for_longer_each_time(holder: Election) -> None:
+    assert holder.step(CoordinatorEnded(code=RESIGNED), 1.0) == [StepDown(), Resign(rest=REST_SECONDS)]
+    assert holder.step(Seen(holder=MINE), 1.1) == [Follow(address=HERE)], "etcd does not know yet"
+    holder.step(LeaseGone(lease=9), 2.0)
+    assert holder.step(Seen(holder=None), 2.0) == []
+    assert holder.step(Seen(holder=OTHER), 2.1) == [Follow(address=THERE)]
+    assert holder.step(Rested(), 13.0) == [Follow(address=THERE)]
+    assert holder.step(Seen(holder=None), 14.0) == [Campaign()]
+    for lease, rest in ((9, 2 * REST_SECONDS), (10, LONGEST_REST_SECONDS)):
+        again = Holder(agent="me", lease=lease, address=HERE, epoch=lease)
+        assert holder.step(Seen(holder=again), 15.0)[0] == Serve(epoch=lease)
+        assert holder.step(CoordinatorEnded(code=RESIGNED), 20.0) == [StepDown(), Resign(rest=rest)]
+        holder.step(LeaseGone(lease=lease + 1), 21.0)
+        assert holder.step(Seen(holder=None), 21.0) == []
+        assert holder.step(Rested(), 50.0) == [Campaign()], "nobody else has taken it"

@@ -22,7 +22,7 @@ from holdfast.cluster.quorum.etcd import (
     delete,
     put,
 )
-from holdfast.cluster.quorum.fence import Deposed, Fence, FencedOutbox
+from holdfast.cluster.quorum.fence import Deposed, Fence, FencedOutbox, Resigned
 from holdfast.cluster.quorum.keeper import ElectedKeeper
 from holdfast.cluster.quorum.records import Decided, Holder, Keys
 from holdfast.errors import UsageError
@@ -282,15 +282,15 @@ def beat(number: int) -> tuple[int, dict[str, Any]]:
     return (number, {"type": "beat"})
 
 
-async def elect(etcd: Etcd, agent: str) -> tuple[Fence, int]:
+async def elect(etcd: Etcd, agent: str, keys: Keys = KEYS) -> tuple[Fence, int]:
     lease = await etcd.grant(60)
     holder = Holder(agent=agent, lease=lease, address=("::1", 1))
     assert await etcd.transact(
-        [created_at(KEYS.coordinator, 0)], [put(KEYS.coordinator, holder.to_text(), lease=lease)]
+        [created_at(keys.coordinator, 0)], [put(keys.coordinator, holder.to_text(), lease=lease)]
     )
-    entry = await etcd.get(KEYS.coordinator)
+    entry = await etcd.get(keys.coordinator)
     assert entry is not None
-    return Fence(etcd, KEYS, epoch=entry.created), lease
+    return Fence(etcd, keys, epoch=entry.created), lease
 
 
 def test_an_old_coordinator_can_decide_nothing(cluster: EtcdCluster) -> None:
@@ -318,6 +318,40 @@ def test_an_old_coordinator_can_decide_nothing(cluster: EtcdCluster) -> None:
     ask(cluster.endpoints, dialogue)
 
 
+def test_a_coordinator_that_most_members_do_not_reach_decides_nothing_while_they_live(cluster: EtcdCluster) -> None:
+    keys = Keys(run="few are heard")
+    members = tuple(Member(worker=f"{n}.0", address="::1", host=str(n)) for n in range(3))
+    three = Decided(generation=Generation(number=4, members=members, run="r", life="l"), resumable=False)
+
+    async def dialogue(etcd: Etcd) -> None:
+        fence, own = await elect(etcd, "first", keys)
+        await fence.hear(set, 0.0)  # the run has not begun
+        await fence.confirm(three)
+        leases = [await etcd.grant(60) for _ in range(3)]
+        for number, lease in enumerate(leases):
+            await etcd.transact([], [put(keys.host(f"agent{number}"), str(number), lease=lease)])
+        await fence.hear(lambda: {0, 1}, NEVER)
+        with pytest.raises(Resigned, match="reaches 1 of 3"):
+            await fence.hear(lambda: {0}, 0.0)
+        heard = {0}
+        coming = asyncio.create_task(fence.hear(lambda: heard, NEVER))
+        assert not (await asyncio.wait([coming], timeout=0.3))[0]
+        heard.add(1)
+        await asyncio.wait_for(coming, NEVER)
+        dying = asyncio.create_task(fence.hear(lambda: {0}, NEVER))
+        await etcd.revoke(leases[2])
+        await asyncio.wait_for(dying, NEVER)
+        await etcd.revoke(own)
+        await etcd.revoke(leases[0])
+        again, _ = await elect(etcd, "second", keys)
+        await again.open()
+        with pytest.raises(Resigned, match="reaches 0 of 3"):
+            await again.hear(set, 0.0)
+        await again.end()
+
+    ask(cluster.endpoints, dialogue)
+
+
 def test_decisions_wait_for_the_fence_and_heartbeats_do_not() -> None:
     class Slow:
         """A fence that opens when it is told to."""
@@ -325,13 +359,16 @@ def test_decisions_wait_for_the_fence_and_heartbeats_do_not() -> None:
         def __init__(self) -> None:
             self.opened, self.committed = asyncio.Event(), []
 
+        async def hear(self, heard: Any, seconds: float) -> None:
+            await self.opened.wait()
+
         async def confirm(self, generation: Any) -> None:
             await self.opened.wait()
             self.committed.append(generation)
 
     async def scene() -> None:
         sent: list[Any] = []
-        fence, outbox = Slow(), FencedOutbox(sent.extend)
+        fence, outbox = Slow(), FencedOutbox(sent.extend, set)
         sending = asyncio.create_task(outbox.send_all(fence))
         outbox.put([(1, {"type": "welcome"}), beat(1)], None)
         assert sent == [(1, {"type": "welcome"}), beat(1)], "nothing is decided yet"
