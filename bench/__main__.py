@@ -95,12 +95,13 @@ def ray(rounds: Rounds = 5, json: Json = False) -> None:
 def scale(
     workers: Annotated[str, typer.Option(help="Numbers of real workers.")] = "4,8,16,32,64,96",
     rounds: Rounds = 3,
+    exchanges: Annotated[bool, typer.Option(help="Compare both ways to sum a layer's gradients, too.")] = True,
     json: Json = False,
 ) -> None:
     """Votes, regroups and losses with more and more workers, real ones and 10,000 simulated ones. Drawn."""
     from bench.races import scale as race
 
-    _finish("scale", race, json, workers=race.parse_sizes(workers), rounds=rounds)
+    _finish("scale", race, json, workers=race.parse_sizes(workers), rounds=rounds, exchanges=exchanges)
 
 
 @app.command()

@@ -50,7 +50,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-def race(*, workers: Sequence[int], rounds: int, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
+def race(*, workers: Sequence[int], rounds: int, exchanges: bool, say: Say) -> tuple[dict[str, Any], dict[str, Bar]]:
     """Measure all sizes that fit into memory, then simulated ones and both exchanges; return results and bars."""
     folder = BENCH / "scale"
     shutil.rmtree(folder, ignore_errors=True)
@@ -77,7 +77,8 @@ def race(*, workers: Sequence[int], rounds: int, say: Say) -> tuple[dict[str, An
         }
         for count in simulated
     }
-    results |= compare_exchanges(folder / "exchanges", say)
+    if exchanges:
+        results |= compare_exchanges(folder / "exchanges", say)
     from bench.scale.scale_picture import draw
 
     draw(PICTURE, real, formed=formed, losses=simulated)
