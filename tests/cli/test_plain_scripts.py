@@ -50,6 +50,13 @@ def test_all_workers_start_again_in_a_new_group_after_a_loss(tmp_path: Path) -> 
     assert [event["worker"] for event in result.of("started")] == [f"0.{n}" for n in range(9)]
 
 
+def test_teams_are_groups_of_their_own_and_start_again_together(tmp_path: Path) -> None:
+    result = launch(tmp_path, script=script(tmp_path), workers=2, team=2, environment={"DEATHS": "1"})
+    assert result.code == 0, result.said
+    assert rows(result) == [(0, 2, 1, 1.0)] * 2 + [(1, 2, 1, 1.0)] * 2
+    assert [event["round"] for event in result.of("restart")] == [1]
+
+
 def test_too_many_losses_end_the_run_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = launch(tmp_path, script=script(tmp_path), workers=2, environment={"DEATHS": "9"}, max_restarts=1)
     assert (result.code, result.results) == (1, [])
