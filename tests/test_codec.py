@@ -95,7 +95,7 @@ def test_the_receivers_tensors_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("value", "where"),
     [
-        ({"groups": [{"lr": object()}]}, r"state\.groups\[0\]\.lr is a object"),
+        ({"groups": [{"lr": object()}]}, r"state\.groups\[0\]\.lr is an object"),
         ({"fn": len}, r"state\.fn is a builtin_function_or_method"),
         ({"s": {1}}, r"state\.s is a set"),
         ({1: 1j}, r"state\.1 is a complex"),

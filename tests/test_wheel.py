@@ -114,9 +114,9 @@ def test_a_data_file_that_is_forgotten_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "tree" / "holdfast").mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", "holdfast/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / "tree" / name)
-    (tmp_path / "tree" / "holdfast" / "page.html").write_text("<p>")
+    (tmp_path / "tree" / "holdfast" / "table.csv").write_text("1,2")
     *_, wheel = make_sdist_and_wheel(tmp_path / "tree", tmp_path)
-    assert missing_from(wheel, tmp_path / "tree") == {"holdfast/page.html"}
+    assert missing_from(wheel, tmp_path / "tree") == {"holdfast/table.csv"}
 
 
 def test_the_command_of_the_wheel_says_its_version(venv: Path, tmp_path: Path) -> None:

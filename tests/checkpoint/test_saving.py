@@ -192,7 +192,7 @@ def test_enums_are_what_they_stand_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tree", "message"),
-    [([1], "a list is no dict"), ({1: 2}, "the key 1 is a int"), ({"a": {"__numpy__": 5}}, "has a key '__numpy__'")],
+    [([1], "a list is no dict"), ({1: 2}, "the key 1 is an int"), ({"a": {"__numpy__": 5}}, "has a key '__numpy__'")],
 )
 def test_keys_that_cannot_be_kept_are_refused(tmp_path: Path, tree: dict[Any, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

@@ -102,7 +102,7 @@ def test_containers_are_filled_in_place() -> None:
         ({"a": torch.zeros(2, device="meta")}, r"state\['a'\] is a tensor without plain memory"),
         ({"a": nn.Linear}, r"state\['a'\] is of type type"),
         ({"a": [-(10**4300)]}, r"state\['a'\]\[0\] is a number of more than 4,300 digits"),
-        ({1: 2}, "the key 1 of state is a int"),
+        ({1: 2}, "the key 1 of state is an int"),
         ([1], "state is a list"),
     ],
 )
