@@ -147,10 +147,13 @@ class ScriptState(MutableMapping[str, Any]):
         return found
 
     def told(self) -> dict[str, Any] | None:
-        """Return the state for workers that join, to be sent as it is; None if there is none."""
+        """Return the state for workers that join, to be sent as it is; None if there is none.
+
+        A worker that has itself just heard it tells on what it heard: its script may not have come so far.
+        """
         if not self._keys:
             return None
-        return (self._at_boundary or self._copy()).to_json()
+        return (self._heard or self._at_boundary or self._copy()).to_json()
 
     def saved(self) -> dict[str, Any]:
         """Return the values for a checkpoint: as they are in a loop, or were at the end of the last one."""
@@ -223,6 +226,8 @@ class ScriptState(MutableMapping[str, Any]):
         self._take(heard.values)
         if trains or heard.loop == self.loop or remembered is None:
             self._heard = None
+            if self._at_boundary is not None:  # a copy of what the script had before it heard
+                self._at_boundary = heard
         else:
             self._take(remembered)
 

@@ -216,6 +216,26 @@ def test_joiners_hear_of_the_boundary_even_when_the_member_has_left_it() -> None
     assert over_the_wire(member)["values"] == {"count": 5}
 
 
+@pytest.mark.parametrize("hears", ["of a member", "of a checkpoint"])
+def test_a_joiner_tells_on_what_it_has_heard(hears: str) -> None:
+    """The generation broke before its first vote, and somebody else has not heard yet."""
+    joiner = ScriptState({"count": 0})
+    joiner.enter("0 to 9")
+    with joiner.waiting(regroups=True):
+        if hears == "of a member":
+            member = ScriptState({"count": 4})
+            member.enter("0 to 9")
+            joiner.hear(over_the_wire(member))
+        else:
+            joiner.restore({"count": 4}, "0 to 9")
+        assert over_the_wire(joiner)["values"] == {"count": 4}, "the generation broke while it formed"
+    joiner.catch_up(trains=True, remembered=None)
+    joiner["count"] += 1
+    assert over_the_wire(joiner)["values"] == {"count": 4}, "it broke in the first step"
+    joiner.nobody_waits()
+    assert over_the_wire(joiner)["values"] == {"count": 5}
+
+
 def test_a_script_that_does_not_wait_keeps_its_values() -> None:
     state = ScriptState({"count": 1})
     state.hear(ScriptState({"count": 7}).told())

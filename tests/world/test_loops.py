@@ -20,6 +20,7 @@ from tests.world.history import DATA, STEPS, Plan, draw, happen
 from tests.world.world import Outcome, Process, World
 
 HISTORIES = 12
+FOUND = (409,)  # a worker that had just joined told the next one what its script had before it joined
 
 
 def make_loop(**settings: Any) -> holdfast.Loop:
@@ -98,6 +99,12 @@ def assert_right(plan: Plan, world: World) -> bool:
     hashes = {process.outcome.sha256 for process in world.processes if process.outcome.sha256}
     assert hashes <= {expected()}, said
     return bool(hashes)
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_a_soak_has_found(tmp_path: Path, seed: int) -> None:
+    plan = drawn(seed, tmp_path)
+    assert assert_right(plan, happen(plan, work=script)), "it came to its end"
 
 
 def test_every_history_ends_right(tmp_path: Path, request: pytest.FixtureRequest) -> None:
